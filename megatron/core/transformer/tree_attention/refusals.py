@@ -1,0 +1,179 @@
+"""What a tree pack must not reach, because it would be ignored there or computed wrongly.
+
+Every refusal is a ``TreeUnsupportedError`` that names the cause and the way out. Most can be read from the
+configuration, so that every rank of a job raises and none waits for another; the rest from the modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megatron.core.transformer.tree_attention.case import TreeUnsupportedError
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_checked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def refuse_unsupported_model(
+    model: nn.Module, packed_seq_params: PackedSeqParams | None, inference_context=None
+) -> None:
+    """Called by every model's forward: raises if some part of the model cannot honour the pack's tree.
+
+    Raises:
+        TreeUnsupportedError: see the module's text.
+    """
+    if getattr(packed_seq_params, "tree_metadata", None) is None:
+        return
+    if inference_context is not None:
+        raise _unsupported(
+            "an inference context", "generate from linear sequences; trees are for training and scoring"
+        )
+    _refuse_configuration(model.config, packed_seq_params, model.training)
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern and "/" in pattern:
+        raise _mtp()
+    for symbol, layer in _REFUSED_SYMBOLS.items():
+        if pattern and symbol in pattern:
+            raise _unsupported(f"{layer} layers (hybrid_layer_pattern {pattern!r})", _LINEAR)
+    if model not in _checked_models:
+        for layer in model.decoder.layers:
+            _refuse_layer(layer)
+        _checked_models.add(model)
+
+
+def refuse_unsupported_call(
+    attention: Attention, packed_seq_params: PackedSeqParams, extra_kwargs: dict
+) -> None:
+    """Called by every attention layer, so that models other than GPTModel and HybridModel are guarded too."""
+    from megatron.core.inference.utils import InferenceMode
+    from megatron.core.transformer.enums import AttnMaskType
+
+    _refuse_configuration(attention.config, packed_seq_params, attention.training)
+    if InferenceMode.is_active():
+        raise _unsupported(
+            "inference mode", "generate from linear sequences; trees are for training and scoring"
+        )
+    if attention.attention_type != "self":
+        raise _unsupported(f"{attention.attention_type} attention", "use trees with self-attention only")
+    if attention.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+        raise _unsupported(
+            f"attn_mask_type {attention.attn_mask_type.name}", "a tree is causal: use AttnMaskType.causal"
+        )
+    for name, given in extra_kwargs.items():
+        if given is not None:
+            raise _unsupported(f"{name} passed to the attention layer", f"leave {name} out")
+    _refuse_core_attention(attention)
+
+
+def refuse_low_precision_attention(config: TransformerConfig, backend: str) -> None:
+    """fp8 attention is Transformer Engine's own; another backend would silently compute in bf16."""
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if getattr(config, name):
+            raise _unsupported(
+                f"{name} and backend {backend!r}",
+                f"set {name}=False or install a TE that takes tree_metadata",
+            )
+
+
+def is_te_attention(module: nn.Module) -> bool:
+    """Whether a layer's core attention is Transformer Engine's."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+    return HAVE_TE and isinstance(module, TEDotProductAttention)
+
+
+_LINEAR = "train this model on linear micro-batches"
+_REFUSED_SYMBOLS = {"M": "Mamba", "G": "gated delta net", "D": "DSA"}
+
+
+def _unsupported(cause: str, way_out: str) -> TreeUnsupportedError:
+    return TreeUnsupportedError(f"tree_metadata is not supported with {cause}: {way_out}")
+
+
+def _mtp() -> TreeUnsupportedError:
+    return _unsupported(
+        "multi-token prediction",
+        "set mtp_num_layers=None, or use linear micro-batches (its targets are shifted across branch ends)",
+    )
+
+
+def _refuse_configuration(
+    config: TransformerConfig, packed_seq_params: PackedSeqParams, training: bool
+) -> None:
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    if training:
+        for name in ("attention_dropout", "hidden_dropout"):
+            if getattr(config, name) > 0:
+                raise _unsupported(
+                    f"{name}={getattr(config, name)} in training",
+                    f"set {name}=0.0 (branches would share the mask of their prefix)",
+                )
+    if config.mtp_num_layers:
+        raise _mtp()
+    variant = config.experimental_attention_variant
+    if variant is not None:
+        raise _unsupported(f"experimental_attention_variant={variant!r}", _LINEAR)
+    if config.context_parallel_size > 1 or (packed_seq_params.local_cp_size or 1) > 1:
+        raise _unsupported(
+            f"context parallelism (context_parallel_size={config.context_parallel_size})",
+            "set context_parallel_size=1 and split long trees into micro-batches, or use tensor parallelism",
+        )
+    if config.cuda_graph_impl != "none" and (
+        config.cuda_graph_impl == "full_iteration"
+        or not config.cuda_graph_modules
+        or CudaGraphModule.attn in config.cuda_graph_modules
+    ):
+        raise _unsupported(
+            f"CUDA graphs that capture attention (cuda_graph_impl={config.cuda_graph_impl!r})",
+            "set cuda_graph_impl='none', or cuda_graph_modules without 'attn' (a graph replays one tree)",
+        )
+    if config.batch_invariant_mode:
+        raise _unsupported("batch_invariant_mode=True", "set batch_invariant_mode=False")
+    for name in ("qk_clip", "log_max_attention_logit"):
+        if getattr(config, name):
+            raise _unsupported(
+                f"{name}=True", f"set {name}=False (the backends do not report the largest logit)"
+            )
+
+
+def _refuse_layer(layer: nn.Module) -> None:
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    # A layer that mixes tokens in any way but through `Attention._run_core_attention` would ignore the tree.
+    if not isinstance(layer, TransformerLayer):
+        mixer = getattr(layer, "mixer", layer)
+        raise _unsupported(f"{type(mixer).__name__} layers", _LINEAR)
+    mixer = layer.self_attention
+    if isinstance(mixer, IdentityOp):
+        return
+    if not isinstance(mixer, Attention):
+        raise _unsupported(f"{type(mixer).__name__} layers", _LINEAR)
+    _refuse_core_attention(mixer)
+
+
+def _refuse_core_attention(attention: Attention) -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+        AbsorbedMLASelfAttention,
+    )
+
+    if isinstance(attention, AbsorbedMLASelfAttention):
+        raise _unsupported("absorbed MLA", "use MLASelfAttention in the layer spec")
+    core = attention.core_attention
+    # A subclass with a forward of its own may compute anything; softmax attention must not stand in for it.
+    known = [DotProductAttention.forward] + ([TEDotProductAttention.forward] if HAVE_TE else [])
+    if type(core).forward not in known:
+        raise _unsupported(
+            f"core attention {type(core).__name__}", "use DotProductAttention or TEDotProductAttention"
+        )
