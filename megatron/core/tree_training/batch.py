@@ -1,0 +1,255 @@
+"""Trajectories as one micro-batch: a prefix trie packed depth-first into one THD sequence, and the way back.
+
+T packed tokens (padding included), L tokens of all trajectories one after another (the linear layout),
+M packed tokens that have a predecessor, n trajectories, N nodes.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.tree_metadata import TreeMetadata
+from megatron.core.tree_training import trie
+from megatron.core.tree_training.trajectory import check_all
+
+
+@dataclass
+class TreeBatch:
+    """One micro-batch; made by `from_trajectories`.
+
+    Every packed token t but the first of a root has a source: the packed token before it on its path, whose
+    logits predict t. Where paths part, one source has several targets.
+    """
+
+    tokens: torch.Tensor
+    """int64 [1, T]."""
+    position_ids: torch.Tensor
+    """int64 [1, T], position on the token's own path."""
+    packed_seq_params: PackedSeqParams
+    """qkv_format "thd", with `tree_metadata`."""
+    source_T: torch.Tensor
+    """int64 [T], packed index of each token's predecessor; -1 for first tokens of roots and for padding."""
+    target_M: torch.Tensor
+    """int64 [M], packed tokens that have a source, ordered by it."""
+    target_start_T: torch.Tensor
+    """int32 [T + 1]: target_M[target_start_T[s]:target_start_T[s + 1]] are the targets of source s."""
+    branches_T: torch.Tensor
+    """int32 [T], trajectories through each packed token; 0 for padding."""
+    index_L: torch.Tensor
+    """int64 [L], packed index of every token of every trajectory, trajectories in their given order."""
+    lengths: list[int]
+    """Tokens of each trajectory."""
+    loss_mask_L: torch.Tensor
+    """bool [L]."""
+    values_L: dict[str, torch.Tensor]
+    """The trajectories' per-token values, [L, ...] each."""
+    trajectory_values: dict[str, list[Any]]
+    """The trajectories' own values, one list for each name."""
+    max_token: int
+    """Largest token id, known on the host; -1 without trajectories."""
+    packed_tokens: int
+    """Tokens of the trie, without padding."""
+    num_loss_tokens: int
+    """Linear tokens whose loss mask is 1: a shared token counts once for every trajectory that trains on
+    it."""
+    trajectory_ids: list[int] = field(default_factory=list)
+    """The number of each trajectory in the list that a plan was made from; 0 … n-1 without a plan."""
+
+    @classmethod
+    def from_trajectories(
+        cls,
+        trajectories,
+        *,
+        pad_to_multiple_of=1,
+        share_prefixes=True,
+        vocab_size=None,
+        device="cpu",
+    ):
+        """Merge trajectories into one packed micro-batch.
+
+        Args:
+            trajectories: Trajectory objects, in any order; none at all gives a batch of padding only.
+            pad_to_multiple_of: the packed length becomes a multiple of it (TP·CP·128 for a model that shards
+                the sequence). Padding is a root of its own, of token 0, and trains nothing.
+            share_prefixes: False packs every trajectory as a chain of its own in the given order: the linear
+                layout through the same model, backend and loss.
+            vocab_size: refuse token ids at or above it.
+            device: where the batch's tensors go.
+
+        Raises:
+            ValueError: naming the trajectory, see `megatron.core.tree_training.trajectory.check`.
+        """
+        checked = check_all(trajectories, vocab_size)
+        identities = [t.identity for t in checked] if checked and checked[0].identity is not None else None
+        order = trie.PrefixOrder.of([t.tokens for t in checked], identities, share_prefixes)
+        return cls.from_order(checked, order, pad_to_multiple_of=pad_to_multiple_of, device=device)
+
+    @classmethod
+    def from_order(cls, checked, order, *, pad_to_multiple_of=1, device="cpu", trajectory_ids=None):
+        """`from_trajectories` with checks and sorting already done; `order` numbers `checked` 0 … n-1."""
+        if pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of}")
+        packed = trie.pack(order)
+        num_packed = packed.source_T.size
+        # A model cannot run on nothing: a batch without trajectories is one stretch of padding.
+        padded = max(-(-num_packed // pad_to_multiple_of), 1) * pad_to_multiple_of
+        padding = padded - num_packed
+
+        tokens_L = np.concatenate([t.tokens for t in checked]) if checked else np.zeros(0, np.int64)
+        tokens = np.concatenate([tokens_L[packed.first_L], np.zeros(padding, np.int64)])
+        positions = np.concatenate([packed.position_T, np.zeros(padding, np.int64)])
+        source = np.concatenate([packed.source_T, np.full(padding, -1)])
+        branches = np.concatenate([packed.branches_T, np.zeros(padding, np.int64)])
+        node_lens = np.append(packed.node_lens_N, padding) if padding else packed.node_lens_N
+        cu_node_lens = np.concatenate([[0], np.cumsum(node_lens)])
+
+        has_source = np.flatnonzero(source >= 0)
+        target = has_source[np.argsort(source[has_source], kind="stable")]
+        per_source = np.bincount(source[has_source], minlength=padded)
+        target_start = np.concatenate([[0], np.cumsum(per_source)])
+
+        def put(array, dtype):
+            return torch.as_tensor(array, dtype=dtype).to(device)
+
+        position_ids = put(positions, torch.int64)
+        metadata = TreeMetadata(
+            cu_node_lens=put(cu_node_lens, torch.int32),
+            node_parent=put(packed.node_parent_N, torch.int32),
+            tree_position_ids=position_ids,
+            padded_size=padded,
+            num_nodes=packed.node_parent_N.size,
+            max_position=int(positions.max()),
+        )
+        mask_L = torch.cat([t.loss_mask for t in checked]) if checked else torch.zeros(0, dtype=torch.bool)
+        names = checked[0].values if checked else ()
+        trajectory_names = checked[0].trajectory_values if checked else ()
+        return cls(
+            tokens=put(tokens, torch.int64)[None],
+            position_ids=position_ids[None],
+            packed_seq_params=metadata.packed_seq_params(),
+            source_T=put(source, torch.int64),
+            target_M=put(target, torch.int64),
+            target_start_T=put(target_start, torch.int32),
+            branches_T=put(branches, torch.int32),
+            index_L=put(packed.index_L, torch.int64),
+            lengths=np.diff(packed.offsets).tolist(),
+            loss_mask_L=mask_L.to(device),
+            values_L={name: torch.cat([t.values[name] for t in checked]).to(device) for name in names},
+            trajectory_values={
+                name: [t.trajectory_values[name] for t in checked] for name in trajectory_names
+            },
+            max_token=int(tokens_L.max()) if tokens_L.size else -1,
+            packed_tokens=num_packed,
+            num_loss_tokens=int(mask_L.sum()),
+            trajectory_ids=list(range(len(checked))) if trajectory_ids is None else list(trajectory_ids),
+        )
+
+    @property
+    def tree_metadata(self):
+        return self.packed_seq_params.tree_metadata
+
+    @property
+    def num_trajectories(self):
+        return len(self.lengths)
+
+    @property
+    def padded_size(self):
+        """Packed length T, padding included."""
+        return self.tokens.shape[1]
+
+    @property
+    def linear_tokens(self):
+        return self.index_L.shape[0]
+
+    @property
+    def loss_mask(self):
+        """bool [length] for each trajectory."""
+        return self.split(self.loss_mask_L)
+
+    @property
+    def values(self):
+        """Per-token values by name: a list with one tensor [length, ...] for each trajectory."""
+        return {name: self.split(value) for name, value in self.values_L.items()}
+
+    def split(self, values_L):
+        """Cut a tensor in the linear layout [L, ...] into one view [length, ...] for each trajectory."""
+        if values_L.shape[0] != self.linear_tokens:
+            raise ValueError(
+                f"expected {self.linear_tokens} linear tokens, got shape {tuple(values_L.shape)}"
+            )
+        return list(values_L.split(self.lengths)) if self.lengths else []
+
+    def unpack_linear(self, values_T):
+        """Packed values [T, ...] in the linear layout, [L, ...]; a shared token's value is repeated.
+
+        Also takes [1, T, ...]. Differentiable: gradients of repeated values add up.
+        """
+        T = self.padded_size
+        if values_T.dim() > 1 and values_T.shape[0] == 1 and values_T.shape[1] == T:
+            values_T = values_T[0]
+        if values_T.dim() == 0 or values_T.shape[0] != T:
+            raise ValueError(f"expected packed values with {T} rows, got shape {tuple(values_T.shape)}")
+        return values_T.index_select(0, self.index_L)
+
+    def unpack(self, values_T):
+        """Packed values [T, ...] as one tensor [length, ...] for each trajectory, in the order they were
+        given.
+
+        Row j belongs to token j; row 0 of log-probabilities is 0, because a first token has none.
+        """
+        return self.split(self.unpack_linear(values_T))
+
+    def pack_values(self, values):
+        """The inverse of `unpack`: per-token values of the linear layout on packed tokens, [T, ...].
+
+        Args:
+            values: [length, ...] for each trajectory, or [L, ...], on the batch's device.
+
+        Returns:
+            [T, ...]; 0 for padding.
+
+        Raises:
+            ValueError: trajectories that share a token disagree about its value: it has no packed form, use
+                it in the linear layout. Naming both trajectories and the position.
+        """
+        values_L = values if isinstance(values, torch.Tensor) else torch.cat(list(values)) if values else None
+        if values_L is None or values_L.shape[0] != self.linear_tokens:
+            got = None if values_L is None else tuple(values_L.shape)
+            if values_L is None and self.linear_tokens == 0:
+                return torch.zeros(self.padded_size, device=self.index_L.device)
+            raise ValueError(f"expected values for {self.linear_tokens} linear tokens, got {got}")
+        packed_T = values_L.new_zeros(self.padded_size, *values_L.shape[1:])
+        packed_T = packed_T.index_copy(0, self.index_L, values_L)
+        differs_L = packed_T[self.index_L] != values_L
+        if differs_L.any():
+            differs_L = differs_L.flatten(1).any(1) if differs_L.dim() > 1 else differs_L
+            raise ValueError(self._disagreement(int(differs_L.int().argmax()), values_L))
+        return packed_T
+
+    def _disagreement(self, linear, values_L):
+        bounds = np.cumsum([0, *self.lengths])
+        places = (self.index_L == self.index_L[linear]).nonzero()[:, 0].tolist()
+        other = next(p for p in places if not torch.equal(values_L[p], values_L[linear]))
+        one, two = sorted((linear, other))
+        first, second = (int(np.searchsorted(bounds, p, side="right")) - 1 for p in (one, two))
+        return (
+            f"trajectories {first} and {second} share the token at position {one - bounds[first]}, but their "
+            f"values there are {values_L[one].tolist()} and {values_L[two].tolist()}"
+        )
+
+    def to(self, device, non_blocking=False):
+        """The same batch on another device."""
+
+        def move(value):
+            if isinstance(value, torch.Tensor):
+                return value.to(device, non_blocking=non_blocking)
+            return {name: move(v) for name, v in value.items()} if isinstance(value, dict) else value
+
+        params = self.tree_metadata.to(device, non_blocking).packed_seq_params()
+        keep = {"packed_seq_params": params, "trajectory_values": self.trajectory_values}
+        return type(self)(
+            **{f.name: keep[f.name] if f.name in keep else move(getattr(self, f.name)) for f in fields(self)}
+        )

@@ -1,0 +1,93 @@
+"""Trajectories read from the field names that trainers write."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.tree_training import TreeBatch, read_jsonl, trajectories_from_records
+
+
+def write(tmp_path, *records):
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text("\n\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n")
+    return path
+
+
+def test_both_conventions_give_the_same_trajectories(tmp_path):
+    whole = {
+        "tokens": [4, 5, 6, 7, 8],
+        "response_length": 3,
+        "loss_mask": [1, 0, 1],
+        "reward": 0.5,
+        "rollout_log_probs": [-0.1, -0.2, -0.3],
+        "group_index": 2,
+    }
+    parts = {
+        "prompt_ids": [4, 5],
+        "response_ids": [6, 7, 8],
+        "response_mask": [1, 0, 1],
+        "reward": 0.5,
+        "rollout_log_probs": [-0.1, -0.2, -0.3],
+        "group_index": 2,
+    }
+    got = read_jsonl(write(tmp_path, whole, parts))
+    batch = TreeBatch.from_trajectories(got)
+    assert batch.packed_tokens == 5 and batch.num_loss_tokens == 4
+    for i in range(2):
+        assert batch.unpack(batch.tokens)[i].tolist() == [4, 5, 6, 7, 8]
+        assert batch.loss_mask[i].tolist() == [False, False, True, False, True]
+        torch.testing.assert_close(
+            batch.values["rollout_log_probs"][i], torch.tensor([0, 0, -0.1, -0.2, -0.3])
+        )
+    assert batch.trajectory_values == {"reward": [0.5, 0.5], "group_index": [2, 2]}
+
+
+def test_empty_parts_missing_masks_and_own_names():
+    records = [
+        {"tokens": [4, 5], "response_length": 0, "loss_mask": [], "advantages": 1.5},
+        {"prompt_ids": [4], "response_ids": [6, 7], "advantages": -1.0},
+        {"prompt_ids": [4, 5], "response_ids": [], "advantages": 0.0},
+    ]
+    got = trajectories_from_records(records)
+    assert [t.tokens.tolist() for t in got] == [[4, 5], [4, 6, 7], [4, 5]]
+    assert [t.loss_mask.tolist() for t in got] == [[0, 0], [0, 1, 1], [0, 0]]
+    assert [t.trajectory_values["advantages"] for t in got] == [1.5, -1.0, 0.0]
+    assert TreeBatch.from_trajectories(got).packed_tokens == 4
+    (own,) = trajectories_from_records(
+        [{"prompt_ids": [1], "response_ids": [2, 3], "kl": [[1, 2], [3, 4]]}], response_values=("kl",)
+    )
+    np.testing.assert_array_equal(own.values["kl"], [[0, 0], [1, 2], [3, 4]])
+
+
+REFUSED = {
+    "fields": ({"tokens": [1]}, r"expected the fields tokens and response_length, or .* got \['tokens'\]"),
+    "length": (
+        {"tokens": [1], "response_length": 2},
+        r"response_length must be an integer in \[0, 1\], got 2",
+    ),
+    "mask": (
+        {"tokens": [1, 2], "response_length": 1, "loss_mask": [0, 1]},
+        r"loss_mask must have 1 entries like the response, got shape \(2,\)",
+    ),
+    "values": (
+        {"prompt_ids": [1], "response_ids": [2], "old_log_probs": []},
+        r"old_log_probs must have 1 entries like the response, got shape \(0,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_trajectory(case):
+    record, message = REFUSED[case]
+    with pytest.raises(ValueError, match=f"^trajectory 1: {message}"):
+        trajectories_from_records([{"prompt_ids": [1], "response_ids": [2]}, record])
+
+
+def test_refusals_name_the_line(tmp_path):
+    good = {"prompt_ids": [1], "response_ids": [2]}
+    with pytest.raises(ValueError, match=r"trajectories.jsonl, line 3: Expecting"):
+        read_jsonl(write(tmp_path, good, "{"))
+    with pytest.raises(ValueError, match=r"trajectories.jsonl, line 1: expected a JSON object, got list"):
+        read_jsonl(write(tmp_path, "[1]"))
