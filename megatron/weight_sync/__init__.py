@@ -1,1 +1,55 @@
-"""Lossless weight synchronisation from a trainer to rollout engines (torch and safetensors only)."""
+"""Lossless weight synchronisation from a trainer to rollout engines (torch and safetensors only).
+
+The trainer's side is :class:`Sender`, the rollout side :class:`ModuleReceiver`; both sides compare
+:func:`fingerprint`. FORMAT.md describes the bytes.
+"""
+
+from megatron.weight_sync.boxes import Box
+from megatron.weight_sync.errors import (
+    CorruptPayload,
+    FingerprintMismatch,
+    IncompletePayload,
+    LayoutMismatch,
+    MissingTensor,
+    MissingVersion,
+    ReceiverPoisoned,
+    RepeatedVersion,
+    UnknownTensor,
+    UnsupportedLayout,
+    WeightSyncError,
+    WrongBase,
+    WrongModel,
+)
+from megatron.weight_sync.fingerprint import add, all_reduce, fingerprint, fingerprint_boxes, total
+from megatron.weight_sync.payload import Payload
+from megatron.weight_sync.receiver import ModuleReceiver, Receiver, Target
+from megatron.weight_sync.sender import Ack, Sender, Update
+
+__all__ = [
+    "Ack",
+    "Box",
+    "CorruptPayload",
+    "FingerprintMismatch",
+    "IncompletePayload",
+    "LayoutMismatch",
+    "MissingTensor",
+    "MissingVersion",
+    "ModuleReceiver",
+    "Payload",
+    "Receiver",
+    "ReceiverPoisoned",
+    "RepeatedVersion",
+    "Sender",
+    "Target",
+    "UnknownTensor",
+    "UnsupportedLayout",
+    "Update",
+    "WeightSyncError",
+    "WrongBase",
+    "WrongModel",
+    "add",
+    "all_reduce",
+    "fingerprint",
+    "fingerprint_boxes",
+    "total",
+]

@@ -1,0 +1,335 @@
+"""The rollout side: payloads into live weights, all or nothing.
+
+``apply`` goes through five stages: *verify* every byte, name, shape and version; *stage* what will be written, and
+keep what it replaces; *write*; *fingerprint* all live weights; *acknowledge*. An error in the first two leaves the
+weights untouched; an error in the next two puts the kept values back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron.weight_sync.boxes import Box
+from megatron.weight_sync.errors import (
+    CorruptPayload,
+    FingerprintMismatch,
+    IncompletePayload,
+    LayoutMismatch,
+    MissingTensor,
+    MissingVersion,
+    ReceiverPoisoned,
+    RepeatedVersion,
+    UnknownTensor,
+    UnsupportedLayout,
+    WrongBase,
+    WrongModel,
+)
+from megatron.weight_sync.fingerprint import bits_of, box_sum, total
+from megatron.weight_sync.fingerprint import _collect as collect_sums
+from megatron.weight_sync.payload import Manifest, Payload, Record, read_bucket, read_manifest
+from megatron.weight_sync.sender import Ack
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one named tensor lives: pieces of live storage, each a one-dimensional view and a box into it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[tuple[torch.Tensor, Box], ...]
+
+
+@dataclass
+class _Write:
+    """Elements of one live storage: positions (None: all that the box covers) and their new and old bits."""
+
+    name: str
+    live: torch.Tensor
+    box: Box
+    position: torch.Tensor | None
+    new: torch.Tensor
+    old: torch.Tensor | None = None
+
+
+class Receiver:
+    """Applies payloads to live storage described by targets.
+
+    Args:
+        targets: name → :class:`Target`, for every name a payload may use.
+        storages: names that must all be covered by a dense sync, as groups: names of one group share storage (tied
+            weights), and one of them is enough. By default every name is a group of its own.
+        reduce: adds up per-tensor shares over the ranks of a sharded engine and returns the sums of full tensors,
+            the same on every rank; None when this process holds full tensors.
+        keep_undo: whether a dense sync keeps the replaced values until it is proven, at the price of a copy of the
+            model while it runs. Without it, a dense sync that fails while writing poisons the receiver.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Target],
+        *,
+        groups: Iterable[Iterable[str]] | None = None,
+        reduce: Callable[[dict[str, int]], dict[str, int]] | None = None,
+        keep_undo: bool = True,
+    ):
+        self.targets = dict(targets)
+        self.groups = [tuple(group) for group in groups] if groups is not None else [(n,) for n in self.targets]
+        self._group_of = {name: i for i, group in enumerate(self.groups) for name in group}
+        self.reduce = reduce
+        self.keep_undo = keep_undo
+        self.model_id: str | None = None
+        self.lineage: int | None = None
+        self.version: int | None = None
+        self.poisoned = False
+        self._expected: dict[str, int] = {}  # per-tensor sums of the version held
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def status(self) -> Ack:
+        """What this receiver holds, with the fingerprint recomputed over its live weights now."""
+        if self.version is None or self.poisoned:
+            return Ack(self.model_id, self.lineage, None, 0, self.poisoned)
+        return Ack(self.model_id, self.lineage, self.version, total(self.live_fingerprint(self._expected)))
+
+    def live_fingerprint(self, names: Iterable[str] | None = None) -> dict[str, int]:
+        """Per-tensor sums over the live weights (all ranks' shares, where there are several)."""
+        keys, sums = [], []
+        for name in self.targets if names is None else names:
+            for live, box in self.targets[name].pieces:
+                keys.append(name)
+                sums.append(box_sum(live, box))
+        share = collect_sums(keys, sums)
+        return self.reduce(share) if self.reduce is not None else share
+
+    # ---- apply -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def apply(self, payload: Payload | Iterable) -> Ack:
+        """Apply a payload to the live weights.
+
+        Args:
+            payload: a :class:`Payload`, or its containers (bytes-like or uint8 tensors, in any order).
+
+        Returns:
+            the acknowledgement for ``Sender.acknowledge``.
+
+        Raises:
+            WeightSyncError: of the kind that says what is wrong. The live weights are exactly as before, unless it
+                is :class:`ReceiverPoisoned`.
+        """
+        if not isinstance(payload, Payload):
+            payload = Payload.from_bytes(payload)
+        manifest = read_manifest(payload.manifest)
+        self._check_version(manifest)
+        records = self._verify(payload, manifest)
+        writes = [write for record in records for write in self._stage(record)]
+        undone = self._write(writes, manifest)
+        expected = {**({} if manifest.dense else self._expected), **manifest.sums}
+        try:
+            sums = self.live_fingerprint(expected)
+        except BaseException:
+            self._undo(undone, manifest)
+            raise
+        wrong = [name for name, value in expected.items() if sums.get(name) != value]
+        if wrong or total(expected) != manifest.fingerprint:
+            self._undo(undone, manifest)
+            raise self._mismatch(wrong, manifest)
+        self.model_id, self.lineage, self.version = manifest.model_id, manifest.lineage, manifest.version
+        self._expected = expected
+        self.poisoned = False
+        return Ack(self.model_id, self.lineage, self.version, manifest.fingerprint)
+
+    def _check_version(self, manifest: Manifest) -> None:
+        if self.model_id is not None and manifest.model_id != self.model_id:
+            raise WrongModel(f"payload is for model {manifest.model_id[:80]!r}, this is {self.model_id!r}")
+        held, lineage = self.version, self.lineage
+        if manifest.dense:
+            stale = lineage is not None and (manifest.lineage, manifest.version) < (lineage, held or 0)
+            same = held is not None and (manifest.lineage, manifest.version) == (lineage, held)
+            if stale or (same and not self.poisoned):
+                raise RepeatedVersion(
+                    f"dense payload is version {manifest.version} of lineage {manifest.lineage}, this receiver "
+                    f"holds {held} of {lineage}"
+                )
+            return
+        first, last = manifest.base
+        if self.poisoned:
+            raise ReceiverPoisoned("this receiver's weights are no known version: it needs a dense sync")
+        if held is None:
+            raise WrongBase(f"delta {first}-{last} → {manifest.version}: this receiver holds nothing yet")
+        if manifest.lineage != lineage:
+            raise WrongBase(f"delta of lineage {manifest.lineage}, this receiver holds {held} of {lineage}")
+        if held >= manifest.version:
+            raise RepeatedVersion(f"delta to version {manifest.version}, this receiver holds {held}")
+        if held < first:
+            raise MissingVersion(f"delta from version {first}, this receiver still holds {held}")
+        if held > last:
+            raise WrongBase(f"delta from version {first} to {last}, this receiver holds {held}")
+
+    def _verify(self, payload: Payload, manifest: Manifest) -> list[Record]:
+        if len(payload.buckets) != len(manifest.buckets):
+            raise IncompletePayload(f"{len(payload.buckets)} of {len(manifest.buckets)} buckets are there")
+        records: dict[str, Record] = {}
+        for data in payload.buckets:
+            for record in read_bucket(data, manifest):
+                if record.name in records:
+                    raise CorruptPayload(f"{record.name}: twice in one payload")
+                self._check_record(record)
+                records[record.name] = record
+        if set(records) != set(manifest.sums):
+            odd = sorted(set(records) ^ set(manifest.sums))
+            raise IncompletePayload(f"manifest and buckets do not list the same tensors: {odd[:10]}")
+        if manifest.dense:
+            missing = [group[0] for group in self.groups if not any(name in records for name in group)]
+            if missing:
+                raise MissingTensor(f"a dense sync needs every tensor; {len(missing)} are missing: {missing[:10]}")
+        else:
+            extra = sorted(set(records) - set(self._expected))
+            if extra:
+                raise UnknownTensor(f"delta names tensors that the dense sync did not send: {extra[:10]}")
+        self._check_tied(records)
+        return list(records.values())
+
+    def _check_record(self, record: Record) -> None:
+        target = self.targets.get(record.name)
+        if target is None:
+            raise UnknownTensor(f"{record.name}: this receiver has no such tensor")
+        if (record.shape, record.dtype) != (target.shape, target.dtype):
+            raise LayoutMismatch(
+                f"{record.name}: payload has {record.dtype} {list(record.shape)}, receiver has {target.dtype} "
+                f"{list(target.shape)}"
+            )
+
+    def _check_tied(self, records: dict[str, Record]) -> None:
+        """Names that share storage must say the same; otherwise the last one written would win."""
+        first: dict[int, Record] = {}
+        for record in records.values():
+            other = first.setdefault(self._group_of[record.name], record)
+            if other is record:
+                continue
+            same = (other.index is None) == (record.index is None) and torch.equal(other.bits, record.bits)
+            if same and other.index is not None:
+                same = torch.equal(other.index, record.index)
+            if not same:
+                raise LayoutMismatch(f"{other.name} and {record.name} share storage here, but their values differ")
+
+    def _stage(self, record: Record) -> list[_Write]:
+        """What a record writes into this process's storage; allocates O(changed)."""
+        writes = []
+        for live, box in self.targets[record.name].pieces:
+            bits = record.bits.to(live.device)
+            if record.index is None:
+                view = bits.as_strided(box.size, box.full_stride, bits.storage_offset() + box.full_offset)
+                writes.append(_Write(record.name, live, box, None, view))
+                continue
+            inside, position = box.map_to_local(record.index.to(live.device))
+            if position.numel():
+                writes.append(_Write(record.name, live, box, position, bits[inside]))
+        return writes
+
+    def _write(self, writes: list[_Write], manifest: Manifest) -> list[_Write]:
+        """Write; on any failure put everything back and re-raise. Returns what :meth:`_undo` needs."""
+        done: list[_Write] = []
+        keep = self.keep_undo or not manifest.dense
+        try:
+            for write in writes:
+                if keep:
+                    write.old = _read(write).clone()
+                done.append(write)
+                _store(write, write.new)
+        except BaseException:
+            self._undo(done, manifest)
+            raise
+        return done
+
+    def _undo(self, done: list[_Write], manifest: Manifest) -> None:
+        try:
+            for write in reversed(done):
+                if write.old is None:
+                    raise RuntimeError("replaced values were not kept (keep_undo=False)")
+                _store(write, write.old)
+        except BaseException as error:
+            self.poisoned = True
+            raise ReceiverPoisoned(
+                f"version {manifest.version} failed half-way and could not be taken back ({error}): dense sync needed"
+            ) from error
+
+    def _mismatch(self, wrong: list[str], manifest: Manifest) -> Exception:
+        """After an undo: were the weights right before? If not, something else has written to them."""
+        text = f"version {manifest.version}: {len(wrong)} tensors differ from the sender's: {wrong[:10]}"
+        if not wrong:
+            text = f"version {manifest.version}: per-tensor fingerprints do not add up to the manifest's total"
+        if self.version is not None and not self.poisoned:
+            sums = self.live_fingerprint(self._expected)
+            drifted = [name for name, value in self._expected.items() if sums.get(name) != value]
+            if drifted:
+                self.poisoned = True
+                return ReceiverPoisoned(
+                    f"the weights had drifted from version {self.version} before this update: {drifted[:10]}; "
+                    "dense sync needed"
+                )
+        return FingerprintMismatch(text, wrong)
+
+
+def _read(write: _Write) -> torch.Tensor:
+    bits = bits_of(write.live)
+    if write.position is not None:
+        return bits[write.position]
+    box = write.box
+    return bits.as_strided(box.size, box.local_stride, bits.storage_offset() + box.local_offset)
+
+
+def _store(write: _Write, values: torch.Tensor) -> None:
+    bits = bits_of(write.live)
+    if write.position is not None:
+        bits.index_copy_(0, write.position, values)
+        return
+    box = write.box
+    bits.as_strided(box.size, box.local_stride, bits.storage_offset() + box.local_offset).copy_(values)
+
+
+def whole_box(name: str, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Box:
+    """The box of a tensor that lives whole, with ``stride`` elements between neighbours (default: contiguous)."""
+    full = torch.empty(shape, device="meta").stride()
+    if stride is None or tuple(stride) == tuple(full):
+        numel = torch.Size(shape).numel()
+        return Box(name, (numel,), 0, (1,), 0, (1,))
+    return Box(name, tuple(shape), 0, tuple(stride), 0, tuple(full))
+
+
+class ModuleReceiver(Receiver):
+    """A receiver for any ``nn.Module`` whose ``state_dict`` names are the payload's: ``transformers`` models.
+
+    Parameters and persistent buffers are written in place, so optimiser-free generation code, compiled graphs and CUDA
+    graphs keep working. Tied weights have several names; the payload may use any one of them, or several with equal
+    values.
+    """
+
+    def __init__(self, module: torch.nn.Module, **kwargs):
+        targets, by_storage = {}, {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):
+                raise UnsupportedLayout(f"{name}: state of type {type(tensor).__name__} cannot be updated")
+            tensor = tensor.detach()
+            if tensor.device.type == "meta" or tensor.is_sparse or tensor.is_quantized:
+                raise UnsupportedLayout(f"{name}: a {tensor.layout} tensor on {tensor.device} cannot be updated")
+            live = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset())
+            stride = None if tensor.is_contiguous() else tensor.stride()
+            targets[name] = Target(
+                tuple(tensor.shape), tensor.dtype, ((live, whole_box(name, tuple(tensor.shape), stride)),)
+            )
+            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) if tensor.numel() else name
+            by_storage.setdefault(key, []).append(name)
+        super().__init__(targets, groups=by_storage.values(), **kwargs)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Storage elements from the first to the last element of ``tensor``."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
