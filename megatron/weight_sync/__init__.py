@@ -20,7 +20,7 @@ from megatron.weight_sync.errors import (
     WrongBase,
     WrongModel,
 )
-from megatron.weight_sync.fingerprint import add, all_reduce, fingerprint, fingerprint_boxes, total
+from megatron.weight_sync.fingerprints import add, all_reduce, fingerprint, fingerprint_boxes, total
 from megatron.weight_sync.payload import Payload
 from megatron.weight_sync.receiver import ModuleReceiver, Receiver, Target
 from megatron.weight_sync.sender import Ack, Sender, Update

@@ -3,8 +3,8 @@
 ``dense``  the whole tensor, in its own dtype and shape;
 ``raw``    ``index`` (int32, or int64 from 2**31 elements on) and ``value``.
 
-An encoder turns (index, bits) into named parts; a decoder turns parts into (index, bits) and answers any parts
-whatever with a result that fits the tensor or with :class:`CorruptPayload`.
+An encoder turns (index, bits) into named parts; a decoder turns parts into (index, bits) and answers any
+parts whatever with a result that fits the tensor or with :class:`CorruptPayload`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def encode_raw(index: torch.Tensor, bits: torch.Tensor, numel: int) -> dict[str,
     return {"index": index.to(torch.int32 if numel < _INT32_LIMIT else torch.int64), "value": bits}
 
 
-def decode_raw(parts: dict[str, torch.Tensor], numel: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_raw(
+    parts: dict[str, torch.Tensor], numel: int, itemsize: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     index, value = _parts(parts, "index", "value")
     if index.dtype != (torch.int32 if numel < _INT32_LIMIT else torch.int64) or index.dim() != 1:
         raise CorruptPayload(f"raw index has dtype {index.dtype} for {numel} elements")
@@ -53,7 +55,8 @@ def _parts(parts: dict[str, torch.Tensor], *names: str) -> list[torch.Tensor]:
 
 
 def decode(encoding: str, parts: dict[str, torch.Tensor], numel: int, itemsize: int, record: dict):
-    """Parts of one tensor → (index int64 [n], bits [n]). ``record`` is the tensor's entry in the bucket header."""
+    """Parts of one tensor → (index int64 [n], bits [n]). ``record`` is the tensor's entry in the bucket
+    header."""
     if encoding == "raw":
         return decode_raw(parts, numel, itemsize)
     raise CorruptPayload(f"unknown encoding {encoding[:40]!r}")

@@ -1,10 +1,10 @@
 """The byte container of weight sync: a safetensors file with a checked header and checked data (FORMAT.md).
 
-A container is a uint8 tensor, on the device where its data is. The header is hashed (SHA-256) with its own digest
-zeroed, the data section has a 64-bit checksum in the header; together they cover every byte.
+A container is a uint8 tensor, on the device where its data is. The header is hashed (SHA-256) with its own
+digest zeroed, the data section has a 64-bit checksum in the header; together they cover every byte.
 
-The reader here is ours, not the safetensors library's, because it must work on device memory, must not copy, and
-must answer any input whatever with :class:`CorruptPayload`. What the writer writes, the library reads.
+The reader here is ours, not the safetensors library's, because it must work on device memory, must not copy,
+and must answer any input whatever with :class:`CorruptPayload`. What the writer writes, the library reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.weight_sync.errors import CorruptPayload
-from megatron.weight_sync.fingerprint import MODULUS, word_sum
+from megatron.weight_sync.fingerprints import MODULUS, word_sum
 
 DTYPES = {
     "F64": torch.float64,
@@ -59,7 +59,9 @@ def as_bytes_tensor(data) -> torch.Tensor:
     """bytes-like or uint8 tensor → uint8 [n], without a copy where the memory is writable."""
     if isinstance(data, torch.Tensor):
         if data.dtype != torch.uint8 or data.dim() != 1:
-            raise ValueError(f"a container is a uint8 tensor of one dimension, got {data.dtype} {tuple(data.shape)}")
+            raise ValueError(
+                f"a container is a uint8 tensor of one dimension, got {data.dtype} {tuple(data.shape)}"
+            )
         return data.contiguous()
     view = memoryview(data)
     if view.nbytes == 0:
@@ -67,7 +69,9 @@ def as_bytes_tensor(data) -> torch.Tensor:
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
-def write(entries: Mapping[str, torch.Tensor], metadata: Mapping[str, str], device=None) -> tuple[torch.Tensor, str]:
+def write(
+    entries: Mapping[str, torch.Tensor], metadata: Mapping[str, str], device=None
+) -> tuple[torch.Tensor, str]:
     """Build a container.
 
     Args:
@@ -187,9 +191,13 @@ def _entries(header: dict, body: torch.Tensor) -> dict[str, torch.Tensor]:
     out, at = {}, 0
     for begin, end, name, dtype, shape in spans:
         if begin != at or end < begin or math.prod(shape) * dtype.itemsize != end - begin:
-            raise CorruptPayload(f"entry {name[:80]!r} does not fit: bytes {begin} to {end} for {dtype} {shape}")
+            raise CorruptPayload(
+                f"entry {name[:80]!r} does not fit: bytes {begin} to {end} for {dtype} {shape}"
+            )
         if end > body.numel():
-            raise CorruptPayload(f"container is truncated: {body.numel()} bytes of data, {name[:80]!r} ends at {end}")
+            raise CorruptPayload(
+                f"container is truncated: {body.numel()} bytes of data, {name[:80]!r} ends at {end}"
+            )
         piece = body[begin:end]
         if piece.storage_offset() % dtype.itemsize or piece.data_ptr() % dtype.itemsize:
             piece = piece.clone()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class WeightSyncError(Exception):
-    """Base class. Wherever a receiver raises one, its live weights are what they were before the call, with one
-    exception that says so itself: :class:`ReceiverPoisoned`."""
+    """Base class. Wherever a receiver raises one, its live weights are what they were before the call, with
+    one exception that says so itself: :class:`ReceiverPoisoned`."""
 
 
 class CorruptPayload(WeightSyncError):
@@ -41,7 +41,8 @@ class MissingTensor(WeightSyncError):
 
 
 class LayoutMismatch(WeightSyncError):
-    """A tensor's shape or dtype differs between sender and receiver, or two names of tied weights disagree."""
+    """A tensor's shape or dtype differs between sender and receiver, or two names of tied weights
+    disagree."""
 
 
 class FingerprintMismatch(WeightSyncError):
@@ -57,5 +58,5 @@ class ReceiverPoisoned(WeightSyncError):
 
 
 class UnsupportedLayout(WeightSyncError):
-    """The receiver stores a tensor in a way that no delta can reach (repacked or quantised), or an encoding or
-    dtype is not supported here."""
+    """The receiver stores a tensor in a way that no delta can reach (repacked or quantised), or an encoding
+    or dtype is not supported here."""

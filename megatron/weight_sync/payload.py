@@ -1,8 +1,8 @@
 """A payload: what takes receivers from one version of the weights to the next.
 
-It is a list of *bucket* containers, which carry tensors, and one *manifest* container, which names the model, the
-versions, the buckets by digest, and the expected fingerprint of every tensor the payload touches. A payload is
-applied whole or not at all.
+It is a list of *bucket* containers, which carry tensors, and one *manifest* container, which names the model,
+the versions, the buckets by digest, and the expected fingerprint of every tensor the payload touches. A
+payload is applied whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from megatron.weight_sync import codec, container
 from megatron.weight_sync.container import DTYPE_NAMES, DTYPES, Container, check_shape, parse_json
 from megatron.weight_sync.errors import CorruptPayload, IncompletePayload
-from megatron.weight_sync.fingerprint import MODULUS, _signed, bits_of
+from megatron.weight_sync.fingerprints import MODULUS, _signed, bits_of
 
 FORMAT = "megatron.weight_sync/1"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the manifest says. ``base`` is None for a dense payload; otherwise the payload may be applied to any
-    version from ``base[0]`` to ``base[1]``, both included."""
+    """What the manifest says. ``base`` is None for a dense payload; otherwise the payload may be applied to
+    any version from ``base[0]`` to ``base[1]``, both included."""
 
     model_id: str
     lineage: int
@@ -42,7 +42,8 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Record:
-    """One tensor in a bucket: either ``dense`` bits of the full shape, or ``index`` and ``bits`` of the changes."""
+    """One tensor in a bucket: either ``dense`` bits of the full shape, or ``index`` and ``bits`` of the
+    changes."""
 
     name: str
     dtype: torch.dtype
@@ -58,7 +59,8 @@ class Record:
 
 @dataclass
 class Payload:
-    """Containers as uint8 tensors. ``stats`` holds changed elements, total elements and encodings, for humans."""
+    """Containers as uint8 tensors. ``stats`` holds changed elements, total elements and encodings, for
+    humans."""
 
     manifest: torch.Tensor
     buckets: list[torch.Tensor]
@@ -115,7 +117,8 @@ class Payload:
 
 
 def write_bucket(tensors: list[dict], parts: dict[str, torch.Tensor], lineage: int, version: int):
-    """(container, digest). ``tensors``: records for the header (name, dtype, shape, encoding); ``parts``: entry name → tensor."""
+    """(container, digest). ``tensors``: records for the header (name, dtype, shape, encoding); ``parts``:
+    entry name → tensor."""
     metadata = {
         "format": FORMAT,
         "kind": "bucket",
@@ -219,7 +222,9 @@ def read_bucket(data, manifest: Manifest) -> list[Record]:
 
 
 def _record(item, left: dict[str, dict[str, torch.Tensor]], manifest: Manifest) -> Record:
-    if not isinstance(item, dict) or not all(isinstance(item.get(k), str) for k in ("name", "dtype", "encoding")):
+    if not isinstance(item, dict) or not all(
+        isinstance(item.get(k), str) for k in ("name", "dtype", "encoding")
+    ):
         raise CorruptPayload("bucket lists a malformed tensor")
     name, encoding = item["name"], item["encoding"]
     if item["dtype"] not in DTYPES:
@@ -241,5 +246,10 @@ def _record(item, left: dict[str, dict[str, torch.Tensor]], manifest: Manifest) 
 
 
 def dense_parts(name: str, tensor: torch.Tensor) -> tuple[dict, dict[str, torch.Tensor]]:
-    header = {"name": name, "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "encoding": "dense"}
+    header = {
+        "name": name,
+        "dtype": DTYPE_NAMES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "encoding": "dense",
+    }
     return header, {name: tensor}

@@ -1,8 +1,8 @@
 """The rollout side: payloads into live weights, all or nothing.
 
-``apply`` goes through five stages: *verify* every byte, name, shape and version; *stage* what will be written, and
-keep what it replaces; *write*; *fingerprint* all live weights; *acknowledge*. An error in the first two leaves the
-weights untouched; an error in the next two puts the kept values back.
+``apply`` goes through five stages: *verify* every byte, name, shape and version; *stage* what will be
+written, and keep what it replaces; *write*; *fingerprint* all live weights; *acknowledge*. An error in the
+first two leaves the weights untouched; an error in the next two puts the kept values back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron.weight_sync.errors import (
     WrongBase,
     WrongModel,
 )
-from megatron.weight_sync.fingerprint import bits_of, box_sum, total
-from megatron.weight_sync.fingerprint import _collect as collect_sums
+from megatron.weight_sync.fingerprints import _collect as collect_sums
+from megatron.weight_sync.fingerprints import bits_of, box_sum, total
 from megatron.weight_sync.payload import Manifest, Payload, Record, read_bucket, read_manifest
 from megatron.weight_sync.sender import Ack
 
@@ -59,12 +59,13 @@ class Receiver:
 
     Args:
         targets: name → :class:`Target`, for every name a payload may use.
-        storages: names that must all be covered by a dense sync, as groups: names of one group share storage (tied
-            weights), and one of them is enough. By default every name is a group of its own.
-        reduce: adds up per-tensor shares over the ranks of a sharded engine and returns the sums of full tensors,
-            the same on every rank; None when this process holds full tensors.
-        keep_undo: whether a dense sync keeps the replaced values until it is proven, at the price of a copy of the
-            model while it runs. Without it, a dense sync that fails while writing poisons the receiver.
+        storages: names that must all be covered by a dense sync, as groups: names of one group share storage
+            (tied weights), and one of them is enough. By default every name is a group of its own.
+        reduce: adds up per-tensor shares over the ranks of a sharded engine and returns the sums of full
+            tensors, the same on every rank; None when this process holds full tensors.
+        keep_undo: whether a dense sync keeps the replaced values until it is proven, at the price of a copy
+            of the model while it runs. Without it, a dense sync that fails while writing poisons the
+            receiver.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Receiver:
         keep_undo: bool = True,
     ):
         self.targets = dict(targets)
-        self.groups = [tuple(group) for group in groups] if groups is not None else [(n,) for n in self.targets]
+        self.groups = (
+            [tuple(group) for group in groups] if groups is not None else [(n,) for n in self.targets]
+        )
         self._group_of = {name: i for i, group in enumerate(self.groups) for name in group}
         self.reduce = reduce
         self.keep_undo = keep_undo
@@ -86,7 +89,7 @@ class Receiver:
         self.poisoned = False
         self._expected: dict[str, int] = {}  # per-tensor sums of the version held
 
-    # ---- state -------------------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------
 
     def status(self) -> Ack:
         """What this receiver holds, with the fingerprint recomputed over its live weights now."""
@@ -104,7 +107,7 @@ class Receiver:
         share = collect_sums(keys, sums)
         return self.reduce(share) if self.reduce is not None else share
 
-    # ---- apply -------------------------------------------------------------------------------------------------
+    # ---- apply ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def apply(self, payload: Payload | Iterable) -> Ack:
@@ -117,8 +120,8 @@ class Receiver:
             the acknowledgement for ``Sender.acknowledge``.
 
         Raises:
-            WeightSyncError: of the kind that says what is wrong. The live weights are exactly as before, unless it
-                is :class:`ReceiverPoisoned`.
+            WeightSyncError: of the kind that says what is wrong. The live weights are exactly as before,
+                unless it is :class:`ReceiverPoisoned`.
         """
         if not isinstance(payload, Payload):
             payload = Payload.from_bytes(payload)
@@ -151,7 +154,8 @@ class Receiver:
             same = held is not None and (manifest.lineage, manifest.version) == (lineage, held)
             if stale or (same and not self.poisoned):
                 raise RepeatedVersion(
-                    f"dense payload is version {manifest.version} of lineage {manifest.lineage}, this receiver "
+                    f"dense payload is version {manifest.version} of lineage {manifest.lineage}, "
+                    "this receiver "
                     f"holds {held} of {lineage}"
                 )
             return
@@ -185,7 +189,9 @@ class Receiver:
         if manifest.dense:
             missing = [group[0] for group in self.groups if not any(name in records for name in group)]
             if missing:
-                raise MissingTensor(f"a dense sync needs every tensor; {len(missing)} are missing: {missing[:10]}")
+                raise MissingTensor(
+                    f"a dense sync needs every tensor; {len(missing)} are missing: {missing[:10]}"
+                )
         else:
             extra = sorted(set(records) - set(self._expected))
             if extra:
@@ -199,7 +205,8 @@ class Receiver:
             raise UnknownTensor(f"{record.name}: this receiver has no such tensor")
         if (record.shape, record.dtype) != (target.shape, target.dtype):
             raise LayoutMismatch(
-                f"{record.name}: payload has {record.dtype} {list(record.shape)}, receiver has {target.dtype} "
+                f"{record.name}: payload has {record.dtype} {list(record.shape)}, receiver has "
+                f"{target.dtype} "
                 f"{list(target.shape)}"
             )
 
@@ -214,7 +221,9 @@ class Receiver:
             if same and other.index is not None:
                 same = torch.equal(other.index, record.index)
             if not same:
-                raise LayoutMismatch(f"{other.name} and {record.name} share storage here, but their values differ")
+                raise LayoutMismatch(
+                    f"{other.name} and {record.name} share storage here, but their values differ"
+                )
 
     def _stage(self, record: Record) -> list[_Write]:
         """What a record writes into this process's storage; allocates O(changed)."""
@@ -254,21 +263,25 @@ class Receiver:
         except BaseException as error:
             self.poisoned = True
             raise ReceiverPoisoned(
-                f"version {manifest.version} failed half-way and could not be taken back ({error}): dense sync needed"
+                f"version {manifest.version} failed half-way and could not be taken back "
+                f"({error}): dense sync needed"
             ) from error
 
     def _mismatch(self, wrong: list[str], manifest: Manifest) -> Exception:
         """After an undo: were the weights right before? If not, something else has written to them."""
         text = f"version {manifest.version}: {len(wrong)} tensors differ from the sender's: {wrong[:10]}"
         if not wrong:
-            text = f"version {manifest.version}: per-tensor fingerprints do not add up to the manifest's total"
+            text = (
+                f"version {manifest.version}: per-tensor fingerprints do not add up to the manifest's total"
+            )
         if self.version is not None and not self.poisoned:
             sums = self.live_fingerprint(self._expected)
             drifted = [name for name, value in self._expected.items() if sums.get(name) != value]
             if drifted:
                 self.poisoned = True
                 return ReceiverPoisoned(
-                    f"the weights had drifted from version {self.version} before this update: {drifted[:10]}; "
+                    f"the weights had drifted from version {self.version} before this update: "
+                    f"{drifted[:10]}; "
                     "dense sync needed"
                 )
         return FingerprintMismatch(text, wrong)
@@ -292,7 +305,8 @@ def _store(write: _Write, values: torch.Tensor) -> None:
 
 
 def whole_box(name: str, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Box:
-    """The box of a tensor that lives whole, with ``stride`` elements between neighbours (default: contiguous)."""
+    """The box of a tensor that lives whole, with ``stride`` elements between neighbours (default:
+    contiguous)."""
     full = torch.empty(shape, device="meta").stride()
     if stride is None or tuple(stride) == tuple(full):
         numel = torch.Size(shape).numel()
@@ -303,9 +317,9 @@ def whole_box(name: str, shape: tuple[int, ...], stride: tuple[int, ...] | None 
 class ModuleReceiver(Receiver):
     """A receiver for any ``nn.Module`` whose ``state_dict`` names are the payload's: ``transformers`` models.
 
-    Parameters and persistent buffers are written in place, so optimiser-free generation code, compiled graphs and CUDA
-    graphs keep working. Tied weights have several names; the payload may use any one of them, or several with equal
-    values.
+    Parameters and persistent buffers are written in place, so optimiser-free generation code, compiled graphs
+    and CUDA graphs keep working. Tied weights have several names; the payload may use any one of them, or
+    several with equal values.
     """
 
     def __init__(self, module: torch.nn.Module, **kwargs):
@@ -315,7 +329,9 @@ class ModuleReceiver(Receiver):
                 raise UnsupportedLayout(f"{name}: state of type {type(tensor).__name__} cannot be updated")
             tensor = tensor.detach()
             if tensor.device.type == "meta" or tensor.is_sparse or tensor.is_quantized:
-                raise UnsupportedLayout(f"{name}: a {tensor.layout} tensor on {tensor.device} cannot be updated")
+                raise UnsupportedLayout(
+                    f"{name}: a {tensor.layout} tensor on {tensor.device} cannot be updated"
+                )
             live = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset())
             stride = None if tensor.is_contiguous() else tensor.stride()
             targets[name] = Target(
@@ -331,5 +347,3 @@ def _span(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-

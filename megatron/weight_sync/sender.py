@@ -14,8 +14,8 @@ One sync::
     if sender.acknowledge(receiver_id, ack):     # every receiver holds this version
         clear_change_bits()
 
-Change bits are cleared only when ``acknowledge`` returns True. Until then they keep accumulating, so the next delta is
-the union since ``sender.since`` and serves receivers at any version from there on.
+Change bits are cleared only when ``acknowledge`` returns True. Until then they keep accumulating, so the next
+delta is the union since ``sender.since`` and serves receivers at any version from there on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from megatron.weight_sync import codec
 from megatron.weight_sync.container import DTYPE_NAMES
 from megatron.weight_sync.errors import LayoutMismatch, MissingTensor, UnknownTensor, UnsupportedLayout
-from megatron.weight_sync.fingerprint import bits_of, total
+from megatron.weight_sync.fingerprints import bits_of, total
 from megatron.weight_sync.payload import Manifest, Payload, dense_parts, write_bucket, write_manifest
 
 FRESH, SYNCED, BEHIND, POISONED = "fresh", "synced", "behind", "poisoned"
@@ -37,8 +37,8 @@ FRESH, SYNCED, BEHIND, POISONED = "fresh", "synced", "behind", "poisoned"
 
 @dataclass(frozen=True)
 class Ack:
-    """What a receiver says of itself. ``version`` is None when it holds no known weights, and ``fingerprint`` is
-    then 0; otherwise it is the total recomputed over its live weights."""
+    """What a receiver says of itself. ``version`` is None when it holds no known weights, and ``fingerprint``
+    is then 0; otherwise it is the total recomputed over its live weights."""
 
     model_id: str | None
     lineage: int | None
@@ -51,16 +51,17 @@ class Sender:
     """Versions and per-receiver acknowledgements; encodes payloads.
 
     Args:
-        model_id: names the model and its layout, for instance the export plan's hash and the config's. A receiver
-            refuses payloads of another one.
-        lineage: a positive number that orders the runs of senders; a restarted sender must have a larger one. By
-            default the clock, in nanoseconds.
+        model_id: names the model and its layout, for instance the export plan's hash and the config's. A
+            receiver refuses payloads of another one.
+        lineage: a positive number that orders the runs of senders; a restarted sender must have a larger one.
+            By default the clock, in nanoseconds.
         bucket_bytes: a container is closed once it holds this much.
-        encodings: sparse encodings that may be used; per tensor the smallest wins, and dense if that is smaller.
-        exact_base: deltas come from comparing with the weights at ``since`` and not from accumulated bits, so they
+        encodings: sparse encodings that may be used; per tensor the smallest wins, and dense if that is
+        smaller. exact_base: deltas come from comparing with the weights at ``since`` and not from accumulated
+        bits, so they
             fit that one version only.
-        max_behind: a receiver that many versions behind is given up and needs a dense sync, so that change bits can
-            be cleared. None: never.
+        max_behind: a receiver that many versions behind is given up and needs a dense sync, so that change
+            bits can be cleared. None: never.
     """
 
     def __init__(
@@ -79,18 +80,22 @@ class Sender:
         self.model_id = model_id
         self.lineage = time.time_ns() if lineage is None else lineage
         self.version = 0
-        self.since: int | None = None  # change bits cover everything since this version; None: nothing is known
+        self.since: int | None = (
+            None  # change bits cover everything since this version; None: nothing is known
+        )
         self.bucket_bytes = bucket_bytes
         self.encodings = encodings
         self.exact_base = exact_base
         self.max_behind = max_behind
         self.table: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._published: dict[int, int] = {}  # version -> total fingerprint, of versions that a receiver may hold
+        self._published: dict[
+            int, int
+        ] = {}  # version -> total fingerprint, of versions that a receiver may hold
         self._held: dict[str, int | None] = {}  # receiver -> version, None when it needs a dense sync
         self._poisoned: set[str] = set()
         self._open: Update | None = None
 
-    # ---- receivers ---------------------------------------------------------------------------------------------
+    # ---- receivers -----------------------------------------------------------------------------------------
 
     def register(self, receiver_id: str) -> None:
         """A receiver that is new, or restarted: it needs a dense sync."""
@@ -103,7 +108,8 @@ class Sender:
         self._poisoned.discard(receiver_id)
 
     def state(self, receiver_id: str) -> str:
-        """``fresh``, ``synced``, ``behind`` or ``poisoned``; KeyError for a receiver that was never registered."""
+        """``fresh``, ``synced``, ``behind`` or ``poisoned``; KeyError for a receiver that was never
+        registered."""
         held = self._held[receiver_id]
         if receiver_id in self._poisoned:
             return POISONED
@@ -112,7 +118,8 @@ class Sender:
         return SYNCED if held == self.version else BEHIND
 
     def invalidate(self) -> None:
-        """The weights were replaced and not stepped (checkpoint load, another plan): the next sync is dense."""
+        """The weights were replaced and not stepped (checkpoint load, another plan): the next sync is
+        dense."""
         self.since = None
 
     @property
@@ -127,7 +134,9 @@ class Sender:
             True when every receiver holds the published version, which then is the new ``since``: the change
             bits *that this version's payload contained* must be cleared now, and no others.
         """
-        known = ack.model_id == self.model_id and ack.lineage == self.lineage and ack.version in self._published
+        known = (
+            ack.model_id == self.model_id and ack.lineage == self.lineage and ack.version in self._published
+        )
         self._poisoned.discard(receiver_id)
         if ack.poisoned or (known and self._published[ack.version] != ack.fingerprint):
             self._poisoned.add(receiver_id)
@@ -145,15 +154,15 @@ class Sender:
         self._published = {self.version: self._published[self.version]}
         return True
 
-    # ---- publishing --------------------------------------------------------------------------------------------
+    # ---- publishing ----------------------------------------------------------------------------------------
 
     def begin(self, dense: bool | None = None, *, again: bool = False) -> Update:
         """Open the next version, or (``again``) the published one in the other form.
 
         Args:
             dense: None takes what the receivers need; True forces whole tensors.
-            again: the weights have not changed since the last ``finish``: encode the same version once more, for
-                instance dense for one receiver after a delta for the others.
+            again: the weights have not changed since the last ``finish``: encode the same version once more,
+                for instance dense for one receiver after a delta for the others.
 
         Raises:
             RuntimeError: an update is open already, or a delta is asked for that no receiver could apply.
@@ -165,13 +174,17 @@ class Sender:
         if dense is None:
             dense = self.needs_dense
         if not dense and self.since is None:
-            raise RuntimeError("a delta needs a base: the first sync, and the next one after invalidate(), is dense")
+            raise RuntimeError(
+                "a delta needs a base: the first sync, and the next one after invalidate(), is dense"
+            )
         version = self.version if again else self.version + 1
         base = None
         if not dense:
             base = (self.since, self.since if self.exact_base else version - 1)
             if base[1] >= version or base[0] >= version:
-                raise RuntimeError(f"change bits were cleared at version {self.since}: no delta leads to {version}")
+                raise RuntimeError(
+                    f"change bits were cleared at version {self.since}: no delta leads to {version}"
+                )
         self._open = Update(self, version, base)
         return self._open
 
@@ -198,6 +211,7 @@ class Update:
         self._nbytes = 0
         self._buckets: list[torch.Tensor] = []
         self._seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._sent: list[str] = []
         self._stats = {"changed": 0, "elements": 0, "encodings": {}}
 
     @property
@@ -254,7 +268,9 @@ class Update:
         if size >= whole and (full is not None or index.numel() == numel):
             whole_tensor = full if full is not None else values.reshape(shape)
             if tuple(whole_tensor.shape) != shape or whole_tensor.dtype != values.dtype:
-                raise ValueError(f"{name}: full is {whole_tensor.dtype} {tuple(whole_tensor.shape)}, expected {shape}")
+                raise ValueError(
+                    f"{name}: full is {whole_tensor.dtype} {tuple(whole_tensor.shape)}, expected {shape}"
+                )
             header, entries = dense_parts(name, whole_tensor.detach())
         else:
             header = {
@@ -282,11 +298,15 @@ class Update:
         table = sender.table or self._seen
         missing = sorted(set(table) - set(self._seen)) if self.dense else []
         if missing:
-            raise MissingTensor(f"a dense sync needs every tensor; {len(missing)} are missing: {missing[:10]}")
+            raise MissingTensor(
+                f"a dense sync needs every tensor; {len(missing)} are missing: {missing[:10]}"
+            )
         wanted = set(table) | set(self._seen)
         if set(fingerprints) != wanted:
             odd = sorted(set(fingerprints) ^ wanted)
-            raise MissingTensor(f"fingerprints must cover exactly the model's tensors; these differ: {odd[:10]}")
+            raise MissingTensor(
+                f"fingerprints must cover exactly the model's tensors; these differ: {odd[:10]}"
+            )
         self._close_bucket()
         fingerprint = total(fingerprints)
         sender._finish(self.version, fingerprint)
@@ -298,12 +318,16 @@ class Update:
             version=self.version,
             base=self.base,
             buckets=tuple(digest for _, digest in self._buckets),
-            sums={name: fingerprints[name] for name in self._seen},
+            sums={name: fingerprints[name] for name in self._sent},
             fingerprint=fingerprint,
         )
         self._stats["elements"] = sum(torch.Size(shape).numel() for shape, _ in sender.table.values())
         payload = Payload(
-            write_manifest(manifest), [data for data, _ in self._buckets], self.version, self.base, self._stats
+            write_manifest(manifest),
+            [data for data, _ in self._buckets],
+            self.version,
+            self.base,
+            self._stats,
         )
         return payload
 
@@ -329,6 +353,7 @@ class Update:
         self._seen[name] = (shape, dtype)
 
     def _add(self, header: dict, parts: dict[str, torch.Tensor], changed: int, elements: int) -> None:
+        self._sent.append(header["name"])
         self._stats["changed"] += changed
         count = self._stats["encodings"]
         count[header["encoding"]] = count.get(header["encoding"], 0) + 1
@@ -344,4 +369,3 @@ class Update:
             return
         self._buckets.append(write_bucket(self._tensors, self._parts, self._sender.lineage, self.version))
         self._tensors, self._parts, self._nbytes = [], {}, 0
-

@@ -10,8 +10,8 @@ The fingerprint of a tensor is, modulo 2**64,
 ``mix``         the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014; variant 13 of Stafford).
 
 A sum does not depend on order, so every rank of either side computes its share from its own shards (through
-:class:`~megatron.weight_sync.boxes.Box`) and the shares are added. All arithmetic is int64 with wraparound, on the
-tensor's own device, in chunks: nothing of the tensor's size is allocated.
+:class:`~megatron.weight_sync.boxes.Box`) and the shares are added. All arithmetic is int64 with wraparound,
+on the tensor's own device, in chunks: nothing of the tensor's size is allocated.
 """
 
 from __future__ import annotations
@@ -111,13 +111,16 @@ def tensor_sum(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def box_sum(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """Share of one box: its elements of ``local`` (contiguous), keyed by where they lie in the full tensor."""
+    """Share of one box: its elements of ``local`` (contiguous), keyed by where they lie in the full
+    tensor."""
     view = local.detach().as_strided(box.size, box.local_stride, local.storage_offset() + box.local_offset)
     start = name_id(box.full_name) + box.full_offset * G
     return _sum_affine(bits_of(view), start, tuple(s * G for s in box.full_stride), _chunk(local))
 
 
-def fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]) -> dict[str, int]:
+def fingerprint(
+    named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+) -> dict[str, int]:
     """Per-tensor fingerprints of full tensors.
 
     Args:
@@ -139,9 +142,9 @@ def fingerprint_boxes(pieces: Iterable[tuple[torch.Tensor, Iterable[Box]]]) -> d
     """This rank's share of the fingerprints of full tensors.
 
     Args:
-        pieces: (local contiguous tensor, its boxes) pairs. Each element of a full tensor must lie in one box of
-            one rank; the shares of all ranks then add up (:func:`add`, :func:`all_reduce`) to :func:`fingerprint`
-            of the full tensors.
+        pieces: (local contiguous tensor, its boxes) pairs. Each element of a full tensor must lie in one box
+            of one rank; the shares of all ranks then add up (:func:`add`, :func:`all_reduce`) to
+            :func:`fingerprint` of the full tensors.
     """
     names, sums = [], []
     for local, boxes in pieces:
@@ -198,8 +201,8 @@ def all_reduce(sums: Mapping[str, int], names: Iterable[str], group=None, device
 def word_sum(data: torch.Tensor) -> torch.Tensor:
     """64-bit checksum of bytes: uint8 [n] → int64 [].
 
-    The sum of ``mix((n + i * G) xor (w_i * C))`` over the little-endian 64-bit words of the bytes, the last one padded
-    with zeros. It finds damage; it is no defence against an adversary.
+    The sum of ``mix((n + i * G) xor (w_i * C))`` over the little-endian 64-bit words of the bytes, the last
+    one padded with zeros. It finds damage; it is no defence against an adversary.
     """
     n = data.numel()
     whole = n // 8 * 8
