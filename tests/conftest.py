@@ -1,11 +1,17 @@
-"""Put the patched tree first on the path, here and in every process that a test starts."""
+"""Put the patched tree first on the path, here and in every process that a test starts; refuse a stale one."""
 
 import os
 import sys
-from pathlib import Path
+import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-TREE = ROOT / "build/tree"
+from patchset import ROOT, tree
 
-sys.path.insert(0, str(TREE))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TREE), os.environ.get("PYTHONPATH")]))
+TREE = str(ROOT / "build/tree")
+
+sys.path.insert(0, TREE)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TREE, os.environ.get("PYTHONPATH")]))
+
+
+def pytest_sessionstart(session):
+    if why := tree.stale(ROOT):
+        pytest.exit(why, returncode=pytest.ExitCode.USAGE_ERROR)
