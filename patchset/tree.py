@@ -88,7 +88,7 @@ def _copy(source: Path, place: Path) -> None:
 
 
 def record(root: Path) -> dict:
-    """How build/tree was made: ``inputs`` (a hash), ``extra`` (a folder or None), ``files`` (path: content)."""
+    """How build/tree was made: ``inputs`` (a hash), ``extra`` (a folder or None), ``files``."""
     path = root / "build/tree.json"
     made = json.loads(path.read_text()) if path.is_file() else {}
     return made if "inputs" in made else {"inputs": None, "extra": None, "files": {}}

@@ -1,7 +1,8 @@
-"""Put the patched tree first on the path, here and in every process that a test starts; refuse a stale one."""
+"""Put the patched tree first on the path, here and in every process that a test starts."""
 
 import os
 import sys
+
 import pytest
 
 from patchset import ROOT, tree
