@@ -29,6 +29,8 @@ SEQUENCE = 24
 class PlainAttention(torch.nn.Module):
     """Causal attention in plain torch. Upstream's local one knows no value head size, so MLA cannot use it."""
 
+    plain_softmax_attention = True
+
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *, softmax_scale=None, k_channels=None,
                  v_channels=None, **ignored):
         super().__init__()

@@ -171,9 +171,11 @@ def _refuse_core_attention(attention: Attention) -> None:
     if isinstance(attention, AbsorbedMLASelfAttention):
         raise _unsupported("absorbed MLA", "use MLASelfAttention in the layer spec")
     core = attention.core_attention
-    # A subclass with a forward of its own may compute anything; softmax attention must not stand in for it.
+    # A forward of its own may compute anything; softmax attention must not stand in for it unasked.
     known = [DotProductAttention.forward] + ([TEDotProductAttention.forward] if HAVE_TE else [])
-    if type(core).forward not in known:
+    if type(core).forward not in known and not getattr(core, "plain_softmax_attention", False):
         raise _unsupported(
-            f"core attention {type(core).__name__}", "use DotProductAttention or TEDotProductAttention"
+            f"core attention {type(core).__name__}",
+            "use DotProductAttention or TEDotProductAttention, or set plain_softmax_attention = True on the "
+            "class if it computes causal softmax attention with the scale, window and sink of its config",
         )
