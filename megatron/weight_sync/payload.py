@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from megatron.weight_sync import codec, container
-from megatron.weight_sync.container import DTYPE_NAMES, DTYPES, Container, check_shape, parse_json
+from megatron.weight_sync.container import DTYPES, Container, check_shape, parse_json
 from megatron.weight_sync.errors import CorruptPayload, IncompletePayload
 from megatron.weight_sync.fingerprints import MODULUS, _signed, bits_of
 
@@ -42,8 +42,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Record:
-    """One tensor in a bucket: either ``dense`` bits of the full shape, or ``index`` and ``bits`` of the
-    changes."""
+    """One tensor in a bucket.
+
+    Either ``bits`` of the whole tensor and no ``index``, or ``index`` int64 [n] and ``bits`` [n] of the
+    changes. With
+    ``relative``, ``bits`` are distances in units in the last place from the receiver's values.
+    """
 
     name: str
     dtype: torch.dtype
@@ -51,6 +55,7 @@ class Record:
     encoding: str
     index: torch.Tensor | None
     bits: torch.Tensor
+    relative: bool = False
 
     @property
     def numel(self) -> int:
@@ -116,15 +121,23 @@ class Payload:
         return cls(raw, ordered, manifest.version, manifest.base)
 
 
-def write_bucket(tensors: list[dict], parts: dict[str, torch.Tensor], lineage: int, version: int):
-    """(container, digest). ``tensors``: records for the header (name, dtype, shape, encoding); ``parts``:
-    entry name → tensor."""
+def write_bucket(
+    tensors: list[dict], groups: list[dict], parts: dict[str, torch.Tensor], lineage: int, version: int
+) -> tuple[torch.Tensor, str]:
+    """Build a bucket: (container, digest).
+
+    Args:
+        tensors: name, dtype, shape of each tensor, and ``group`` for those that are not dense.
+        groups: header fields of each group.
+        parts: entry name → tensor: dense tensors under their names, parts of group k under ``:k:PART``.
+    """
     metadata = {
         "format": FORMAT,
         "kind": "bucket",
         "lineage": str(lineage),
         "version": str(version),
         "tensors": json.dumps(tensors, separators=(",", ":")),
+        "groups": json.dumps(groups, separators=(",", ":")),
     }
     return container.write(parts, metadata)
 
@@ -197,59 +210,93 @@ def read_manifest(data) -> Manifest:
     )
 
 
-def read_bucket(data, manifest: Manifest) -> list[Record]:
-    """Verify and decode one bucket; anything wrong is :class:`CorruptPayload`."""
+def read_bucket(data, manifest: Manifest, check: Callable | None = None) -> list[Record]:
+    """Verify and decode one bucket; anything wrong is :class:`CorruptPayload`.
+
+    Args:
+        check: called with (name, dtype, shape) of every tensor before anything is decoded. It may raise, and
+            so bounds what decoding allocates; without it the container's own size is the bound.
+    """
     parsed = container.read(data)
     _check_format(parsed, "bucket")
     if parsed.digest not in manifest.buckets:
         raise CorruptPayload("a bucket belongs to another payload")
-    if (parsed.metadata.get("lineage"), parsed.metadata.get("version")) != (
-        str(manifest.lineage),
-        str(manifest.version),
-    ):
+    meta = parsed.metadata
+    if (meta.get("lineage"), meta.get("version")) != (str(manifest.lineage), str(manifest.version)):
         raise CorruptPayload("a bucket belongs to another version")
-    listed = parse_json(parsed.metadata.get("tensors", ""))
-    if not isinstance(listed, list):
+    tensors, groups = parse_json(meta.get("tensors", "")), parse_json(meta.get("groups", ""))
+    if not isinstance(tensors, list) or not isinstance(groups, list):
         raise CorruptPayload("bucket lists no tensors")
-    left: dict[str, dict[str, torch.Tensor]] = {}
+    listed = [_listed(item, manifest) for item in tensors]
+    if check is not None:
+        for name, dtype, shape, _ in listed:
+            check(name, dtype, shape)
+    dense, parts = {}, [{} for _ in groups]
     for key, value in parsed.entries.items():
-        name, _, part = key.partition(":")
-        left.setdefault(name, {})[part] = value
-    records = [_record(item, left, manifest) for item in listed]
-    if left:
-        raise CorruptPayload(f"bucket has entries of no tensor: {sorted(left)[:5]}")
+        head, _, part = key.rpartition(":")
+        if not head:
+            dense[key] = value
+        elif head[1:].isascii() and head[1:].isdigit() and len(head) < 8 and int(head[1:]) < len(groups):
+            parts[int(head[1:])][part] = value
+        else:
+            raise CorruptPayload(f"bucket has an entry of no tensor: {key[:80]!r}")
+    records = []
+    for name, dtype, shape, group in listed:
+        if group is not None:
+            continue
+        value = dense.pop(name, None)
+        if value is None or value.dtype != dtype or tuple(value.shape) != shape:
+            raise CorruptPayload(f"{name[:80]!r} is not there as {dtype} {shape}")
+        records.append(Record(name, dtype, shape, "dense", None, bits_of(value.reshape(-1))))
+    if dense:
+        raise CorruptPayload(f"bucket has entries of no tensor: {sorted(dense)[:5]}")
+    size = sum(value.numel() * value.element_size() for value in parsed.entries.values())
+    for k, head in enumerate(groups):
+        members = [item[:3] for item in listed if item[3] == k]
+        records += _split_group(
+            head, parts[k], members, manifest, _UNCHECKED * size if check is None else None
+        )
+    if len(records) != len(listed):
+        raise CorruptPayload("a tensor belongs to no group")
     return records
 
 
-def _record(item, left: dict[str, dict[str, torch.Tensor]], manifest: Manifest) -> Record:
-    if not isinstance(item, dict) or not all(
-        isinstance(item.get(k), str) for k in ("name", "dtype", "encoding")
-    ):
+_UNCHECKED = 1024  # changes per byte that are believed when nothing is known of the model
+
+
+def _listed(item, manifest: Manifest) -> tuple[str, torch.dtype, tuple[int, ...], int | None]:
+    if not isinstance(item, dict) or not all(isinstance(item.get(k), str) for k in ("name", "dtype")):
         raise CorruptPayload("bucket lists a malformed tensor")
-    name, encoding = item["name"], item["encoding"]
+    name, group = item["name"], item.get("group")
     if item["dtype"] not in DTYPES:
         raise CorruptPayload(f"{name[:80]!r} has an unknown dtype")
+    if not name or ":" in name:
+        raise CorruptPayload(f"not a tensor name: {name[:80]!r}")
     if name not in manifest.sums:
         raise CorruptPayload(f"{name[:80]!r} has no fingerprint in the manifest")
-    dtype, shape = DTYPES[item["dtype"]], check_shape(item.get("shape"))
-    numel = math.prod(shape)
-    parts = left.pop(name, {})
-    if encoding == "dense":
-        value = parts.get("")
-        if len(parts) != 1 or value is None or value.dtype != dtype or tuple(value.shape) != shape:
-            raise CorruptPayload(f"{name[:80]!r} is not there as {dtype} {shape}")
-        return Record(name, dtype, shape, encoding, None, bits_of(value.reshape(-1)))
-    if manifest.dense:
-        raise CorruptPayload(f"{name[:80]!r} is encoded as {encoding[:40]!r} in a dense payload")
-    index, bits = codec.decode(encoding, parts, numel, dtype.itemsize, item)
-    return Record(name, dtype, shape, encoding, index, bits)
+    if group is not None and (type(group) is not int or group < 0):
+        raise CorruptPayload(f"{name[:80]!r} has a malformed group")
+    if group is not None and manifest.dense:
+        raise CorruptPayload(f"{name[:80]!r} is not whole in a dense payload")
+    return name, DTYPES[item["dtype"]], check_shape(item.get("shape")), group
 
 
-def dense_parts(name: str, tensor: torch.Tensor) -> tuple[dict, dict[str, torch.Tensor]]:
-    header = {
-        "name": name,
-        "dtype": DTYPE_NAMES[tensor.dtype],
-        "shape": list(tensor.shape),
-        "encoding": "dense",
-    }
-    return header, {name: tensor}
+def _split_group(head, parts, members, manifest: Manifest, limit: int | None) -> list[Record]:
+    """Decode a group, and cut its changes at the borders of its tensors."""
+    if not isinstance(head, dict) or not members or len({dtype for _, dtype, _ in members}) != 1:
+        raise CorruptPayload("a group has no tensors, or tensors of several dtypes")
+    border = [0]
+    for _, _, shape in members:
+        border.append(border[-1] + math.prod(shape))
+    if border[-1] >= 1 << 60:
+        raise CorruptPayload("a group has too many elements")
+    dtype = members[0][1]
+    limit = border[-1] if limit is None else limit
+    index, bits, relative = codec.decode_group(head, parts, border[-1], dtype.itemsize, limit)
+    if relative and (manifest.base[0] != manifest.base[1] or not codec.has_ulp(dtype)):
+        raise CorruptPayload("distances need floating-point values and one base version")
+    cut = torch.searchsorted(index, torch.tensor(border, device=index.device)).tolist()
+    return [
+        Record(name, dtype, shape, head["encoding"], index[a:b] - start, bits[a:b], relative)
+        for (name, dtype, shape), start, a, b in zip(members, border, cut, cut[1:], strict=False)
+    ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.weight_sync import codec
 from megatron.weight_sync.boxes import Box
 from megatron.weight_sync.errors import (
     CorruptPayload,
@@ -178,10 +179,9 @@ class Receiver:
             raise IncompletePayload(f"{len(payload.buckets)} of {len(manifest.buckets)} buckets are there")
         records: dict[str, Record] = {}
         for data in payload.buckets:
-            for record in read_bucket(data, manifest):
+            for record in read_bucket(data, manifest, self._check_tensor):
                 if record.name in records:
                     raise CorruptPayload(f"{record.name}: twice in one payload")
-                self._check_record(record)
                 records[record.name] = record
         if set(records) != set(manifest.sums):
             odd = sorted(set(records) ^ set(manifest.sums))
@@ -199,15 +199,13 @@ class Receiver:
         self._check_tied(records)
         return list(records.values())
 
-    def _check_record(self, record: Record) -> None:
-        target = self.targets.get(record.name)
+    def _check_tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        target = self.targets.get(name)
         if target is None:
-            raise UnknownTensor(f"{record.name}: this receiver has no such tensor")
-        if (record.shape, record.dtype) != (target.shape, target.dtype):
+            raise UnknownTensor(f"{name}: this receiver has no such tensor")
+        if (shape, dtype) != (target.shape, target.dtype):
             raise LayoutMismatch(
-                f"{record.name}: payload has {record.dtype} {list(record.shape)}, receiver has "
-                f"{target.dtype} "
-                f"{list(target.shape)}"
+                f"{name}: payload has {dtype} {list(shape)}, receiver has {target.dtype} {list(target.shape)}"
             )
 
     def _check_tied(self, records: dict[str, Record]) -> None:
@@ -217,7 +215,8 @@ class Receiver:
             other = first.setdefault(self._group_of[record.name], record)
             if other is record:
                 continue
-            same = (other.index is None) == (record.index is None) and torch.equal(other.bits, record.bits)
+            same = (other.index is None, other.relative) == (record.index is None, record.relative)
+            same = same and torch.equal(other.bits, record.bits)
             if same and other.index is not None:
                 same = torch.equal(other.index, record.index)
             if not same:
@@ -234,9 +233,14 @@ class Receiver:
                 view = bits.as_strided(box.size, box.full_stride, bits.storage_offset() + box.full_offset)
                 writes.append(_Write(record.name, live, box, None, view))
                 continue
-            inside, position = box.map_to_local(record.index.to(live.device))
-            if position.numel():
-                writes.append(_Write(record.name, live, box, position, bits[inside]))
+            position, values = _locate(record.index.to(live.device), bits, box, record.numel)
+            if position.numel() == 0:
+                continue
+            write = _Write(record.name, live, box, position, values)
+            if record.relative:
+                write.old = _read(write)
+                write.new = codec.ulp_apply(write.old, values)
+            writes.append(write)
         return writes
 
     def _write(self, writes: list[_Write], manifest: Manifest) -> list[_Write]:
@@ -245,7 +249,7 @@ class Receiver:
         keep = self.keep_undo or not manifest.dense
         try:
             for write in writes:
-                if keep:
+                if keep and write.old is None:
                     write.old = _read(write).clone()
                 done.append(write)
                 _store(write, write.new)
@@ -285,6 +289,16 @@ class Receiver:
                     "dense sync needed"
                 )
         return FingerprintMismatch(text, wrong)
+
+
+def _locate(
+    index: torch.Tensor, bits: torch.Tensor, box: Box, numel: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Full flat indices → positions in live storage, and the values of those that lie in the box."""
+    if box.size == (numel,) and box.local_stride == box.full_stride == (1,):
+        return index + box.local_offset if box.local_offset else index, bits
+    inside, position = box.map_to_local(index)
+    return position, bits[inside]
 
 
 def _read(write: _Write) -> torch.Tensor:

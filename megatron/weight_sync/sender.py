@@ -20,9 +20,10 @@ delta is the union since ``sender.since`` and serves receivers at any version fr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,7 +31,7 @@ from megatron.weight_sync import codec
 from megatron.weight_sync.container import DTYPE_NAMES
 from megatron.weight_sync.errors import LayoutMismatch, MissingTensor, UnknownTensor, UnsupportedLayout
 from megatron.weight_sync.fingerprints import bits_of, total
-from megatron.weight_sync.payload import Manifest, Payload, dense_parts, write_bucket, write_manifest
+from megatron.weight_sync.payload import Manifest, Payload, write_bucket, write_manifest
 
 FRESH, SYNCED, BEHIND, POISONED = "fresh", "synced", "behind", "poisoned"
 
@@ -70,13 +71,15 @@ class Sender:
         *,
         lineage: int | None = None,
         bucket_bytes: int = 512 << 20,
-        encodings: tuple[str, ...] = ("raw",),
+        encodings: tuple[str, ...] = ("raw", "packed"),
         exact_base: bool = False,
         max_behind: int | None = None,
     ):
         unknown = set(encodings) - set(codec.ENCODINGS)
         if unknown:
             raise ValueError(f"encodings are {sorted(codec.ENCODINGS)}, got {sorted(unknown)}")
+        if "entropy" in encodings:
+            codec.require_zstandard()
         self.model_id = model_id
         self.lineage = time.time_ns() if lineage is None else lineage
         self.version = 0
@@ -199,6 +202,18 @@ class Sender:
             self.since = version
 
 
+@dataclass
+class _Group:
+    """Tensors of one dtype laid end to end, and their changes so far."""
+
+    start: int
+    names: list[str] = field(default_factory=list)
+    numel: int = 0
+    index: list[torch.Tensor] = field(default_factory=list)
+    bits: list[torch.Tensor] = field(default_factory=list)
+    distance: list[torch.Tensor] = field(default_factory=list)
+
+
 class Update:
     """One version under construction; made by :meth:`Sender.begin`."""
 
@@ -207,9 +222,11 @@ class Update:
         self.version = version
         self.base = base
         self._tensors: list[dict] = []
-        self._parts: dict[str, torch.Tensor] = {}
+        self._dense: dict[str, torch.Tensor] = {}
+        self._groups: list[_Group] = []
+        self._open_group: dict[tuple, int] = {}
         self._nbytes = 0
-        self._buckets: list[torch.Tensor] = []
+        self._buckets: list[tuple[torch.Tensor, str]] = []
         self._seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._sent: list[str] = []
         self._stats = {"changed": 0, "elements": 0, "encodings": {}}
@@ -221,8 +238,7 @@ class Update:
     def add_dense(self, name: str, tensor: torch.Tensor) -> None:
         """A whole tensor; it may be overwritten as soon as this returns."""
         self._check(name, tuple(tensor.shape), tensor.dtype)
-        header, parts = dense_parts(name, tensor.detach())
-        self._add(header, parts, tensor.numel(), tensor.numel())
+        self._add_dense(name, tensor.detach(), tensor.numel())
 
     def add_delta(
         self,
@@ -230,7 +246,9 @@ class Update:
         index: torch.Tensor,
         values: torch.Tensor,
         shape: tuple[int, ...],
+        *,
         full: torch.Tensor | None = None,
+        old: torch.Tensor | None = None,
     ) -> None:
         """The elements of one tensor that changed since ``base``.
 
@@ -240,48 +258,47 @@ class Update:
             values: [n], the current values, in the tensor's dtype.
             shape: of the full tensor.
             full: the tensor itself, if at hand: it is sent whole where that is smaller.
+            old: [n], the values at the base version, if at hand: the entropy encoding then codes distances.
+                Used only while ``base`` is a single version.
         """
         if self.dense:
             raise RuntimeError("this update is dense: it takes whole tensors")
         shape = tuple(shape)
         self._check(name, shape, values.dtype)
-        numel = 1
-        for size in shape:
-            numel *= size
-        if index.dtype != torch.int64 or index.dim() != 1 or values.shape != index.shape:
-            raise ValueError(
-                f"{name}: index is int64 [n] with n values, got {index.dtype} {tuple(index.shape)} and "
-                f"{tuple(values.shape)}"
-            )
+        numel = math.prod(shape)
+        for what, tensor in (("values", values), ("old", old)):
+            if tensor is not None and (tensor.shape != index.shape or tensor.dtype != values.dtype):
+                raise ValueError(
+                    f"{name}: {what} are {tensor.dtype} {tuple(tensor.shape)} for {len(index)} indices"
+                )
+        if index.dtype != torch.int64 or index.dim() != 1:
+            raise ValueError(f"{name}: index is int64 [n], got {index.dtype} {tuple(index.shape)}")
         if index.numel() == 0:
             return
         if index.numel() > 1 and not bool((index[1:] > index[:-1]).all()):
             index, order = index.sort()
-            values = values[order]
+            values, old = values[order], None if old is None else old[order]
             if bool((index[1:] == index[:-1]).any()):
                 raise ValueError(f"{name}: an index is there twice")
         if int(index[0]) < 0 or int(index[-1]) >= numel:
             raise ValueError(f"{name}: an index lies outside a tensor of {numel} elements")
-        whole = numel * values.element_size()
-        encoding, parts, extra = codec.encode_smallest(index, bits_of(values), numel, self._sender.encodings)
-        size = sum(part.numel() * part.element_size() for part in parts.values())
-        if size >= whole and (full is not None or index.numel() == numel):
-            whole_tensor = full if full is not None else values.reshape(shape)
-            if tuple(whole_tensor.shape) != shape or whole_tensor.dtype != values.dtype:
-                raise ValueError(
-                    f"{name}: full is {whole_tensor.dtype} {tuple(whole_tensor.shape)}, expected {shape}"
-                )
-            header, entries = dense_parts(name, whole_tensor.detach())
-        else:
-            header = {
-                "name": name,
-                "dtype": DTYPE_NAMES[values.dtype],
-                "shape": list(shape),
-                "encoding": encoding,
-                **extra,
-            }
-            entries = {f"{name}:{part}": tensor for part, tensor in parts.items()}
-        self._add(header, entries, index.numel(), numel)
+        bits, distance = bits_of(values), None
+        encodings = self._sender.encodings
+        if (
+            old is not None
+            and "entropy" in encodings
+            and self.base[0] == self.base[1]
+            and codec.has_ulp(values.dtype)
+        ):
+            distance = codec.ulp_between(bits_of(old), bits)
+        start, size = codec.plan_tensor(index, bits, distance, encodings)
+        if size >= numel * values.element_size() and (full is not None or index.numel() == numel):
+            whole = full.detach() if full is not None else values.reshape(shape)
+            if tuple(whole.shape) != shape or whole.dtype != values.dtype:
+                raise ValueError(f"{name}: full is {whole.dtype} {tuple(whole.shape)}, expected {shape}")
+            self._add_dense(name, whole, index.numel())
+            return
+        self._add_changes(name, index, bits, distance, start, size)
 
     def finish(self, fingerprints: Mapping[str, int]) -> Payload:
         """Close the version.
@@ -352,20 +369,59 @@ class Update:
             raise LayoutMismatch(f"{name}: was {table[name]}, now {(shape, dtype)}")
         self._seen[name] = (shape, dtype)
 
-    def _add(self, header: dict, parts: dict[str, torch.Tensor], changed: int, elements: int) -> None:
-        self._sent.append(header["name"])
+    def _list(self, name: str, encoding: str, changed: int, size: int, **extra) -> None:
+        shape, dtype = self._seen[name]
+        self._tensors.append({"name": name, "dtype": DTYPE_NAMES[dtype], "shape": list(shape), **extra})
+        self._sent.append(name)
+        self._nbytes += size
         self._stats["changed"] += changed
         count = self._stats["encodings"]
-        count[header["encoding"]] = count.get(header["encoding"], 0) + 1
-        self._tensors.append(header)
-        self._nbytes += sum(part.numel() * part.element_size() for part in parts.values())
+        count[encoding] = count.get(encoding, 0) + 1
+
+    def _add_dense(self, name: str, tensor: torch.Tensor, changed: int) -> None:
+        self._list(name, "dense", changed, tensor.numel() * tensor.element_size())
         full = self._nbytes >= self._sender.bucket_bytes
-        self._parts.update(parts if full else {name: part.clone() for name, part in parts.items()})
+        self._dense[name] = tensor if full else tensor.clone(memory_format=torch.contiguous_format)
         if full:
+            self._close_bucket()
+
+    def _add_changes(self, name, index, bits, distance, start: int, size: int) -> None:
+        shape, dtype = self._seen[name]
+        numel, key = math.prod(shape), (dtype, start, distance is not None, index.device)
+        k = self._open_group.get(key)
+        if k is None or self._groups[k].numel + numel > codec.INT32_LIMIT:
+            k = self._open_group[key] = len(self._groups)
+            self._groups.append(_Group(start))
+        group = self._groups[k]
+        group.names.append(name)
+        group.index.append(index + group.numel)
+        group.bits.append(bits.clone())
+        if distance is not None:
+            group.distance.append(distance)
+        group.numel += numel
+        self._list(name, "sparse", index.numel(), size, group=k)
+        if self._nbytes >= self._sender.bucket_bytes:
             self._close_bucket()
 
     def _close_bucket(self) -> None:
         if not self._tensors:
             return
-        self._buckets.append(write_bucket(self._tensors, self._parts, self._sender.lineage, self.version))
-        self._tensors, self._parts, self._nbytes = [], {}, 0
+        parts, heads = dict(self._dense), []
+        for k, group in enumerate(self._groups):
+            made, head = codec.encode_group(
+                torch.cat(group.index),
+                torch.cat(group.bits),
+                torch.cat(group.distance) if group.distance else None,
+                group.numel,
+                group.start,
+                self._sender.encodings,
+            )
+            heads.append(head)
+            parts |= {f":{k}:{part}": tensor for part, tensor in made.items()}
+            count = self._stats["encodings"]
+            count[head["encoding"]] = count.get(head["encoding"], 0) + len(group.names)
+            count["sparse"] -= len(group.names)
+        self._stats["encodings"] = {name: n for name, n in self._stats["encodings"].items() if n}
+        data = write_bucket(self._tensors, heads, parts, self._sender.lineage, self.version)
+        self._buckets.append(data)
+        self._tensors, self._dense, self._groups, self._open_group, self._nbytes = [], {}, [], {}, 0

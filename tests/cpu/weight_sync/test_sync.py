@@ -72,8 +72,9 @@ def same(trainer, module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_thirty_steps_bit_for_bit(pair, dtype):
-    trainer, module, receiver = pair(dtype, bucket_bytes=200)
+@pytest.mark.parametrize("encoding", ["raw", "packed", "entropy"])
+def test_thirty_steps_bit_for_bit(pair, dtype, encoding):
+    trainer, module, receiver = pair(dtype, bucket_bytes=200, encodings=(encoding,))
     gen = torch.Generator().manual_seed(4)
     live = [t.data_ptr() for t in module.state_dict().values()]
     kinds = set()
@@ -87,7 +88,7 @@ def test_thirty_steps_bit_for_bit(pair, dtype):
         assert same(trainer, module)
         assert ack == receiver.status() and ack.fingerprint == ws.total(ws.fingerprint(trainer.tensors))
         assert trainer.acknowledge("r", ack)
-    assert kinds == {"raw", "dense"}
+    assert kinds == {encoding, "dense"}
     assert live == [t.data_ptr() for t in module.state_dict().values()]
     assert module.head.weight is module.embed.weight
 
@@ -305,7 +306,7 @@ def test_tensors_that_do_not_fit(pair, refused):
 
 
 def test_missing_bucket_and_foreign_bucket(pair, refused):
-    trainer, module, receiver = pair(bucket_bytes=100)
+    trainer, module, receiver = pair(bucket_bytes=30)
     trainer.step(0.5, torch.Generator().manual_seed(2))
     first = trainer.publish().to_bytes()
     trainer.step(0.5, torch.Generator().manual_seed(2))
