@@ -12,8 +12,10 @@ from megatron.weight_sync.errors import (
     LayoutMismatch,
     MissingTensor,
     MissingVersion,
+    PeerFailed,
     ReceiverPoisoned,
     RepeatedVersion,
+    SyncFailed,
     UnknownTensor,
     UnsupportedLayout,
     WeightSyncError,
@@ -22,8 +24,9 @@ from megatron.weight_sync.errors import (
 )
 from megatron.weight_sync.fingerprints import add, all_reduce, fingerprint, fingerprint_boxes, total
 from megatron.weight_sync.payload import Payload
-from megatron.weight_sync.receiver import ModuleReceiver, Receiver, Target
+from megatron.weight_sync.receiver import ModuleReceiver, Peers, Receiver, Target
 from megatron.weight_sync.sender import Ack, Sender, Update
+from megatron.weight_sync.session import LocalTransport, SyncReport, synchronise
 
 __all__ = [
     "Ack",
@@ -32,14 +35,19 @@ __all__ = [
     "FingerprintMismatch",
     "IncompletePayload",
     "LayoutMismatch",
+    "LocalTransport",
     "MissingTensor",
     "MissingVersion",
     "ModuleReceiver",
     "Payload",
+    "PeerFailed",
+    "Peers",
     "Receiver",
     "ReceiverPoisoned",
     "RepeatedVersion",
     "Sender",
+    "SyncFailed",
+    "SyncReport",
     "Target",
     "UnknownTensor",
     "UnsupportedLayout",
@@ -51,5 +59,6 @@ __all__ = [
     "all_reduce",
     "fingerprint",
     "fingerprint_boxes",
+    "synchronise",
     "total",
 ]

@@ -60,3 +60,16 @@ class ReceiverPoisoned(WeightSyncError):
 class UnsupportedLayout(WeightSyncError):
     """The receiver stores a tensor in a way that no delta can reach (repacked or quantised), or an encoding
     or dtype is not supported here."""
+
+
+class PeerFailed(WeightSyncError):
+    """Another rank of the same sharded receiver refused the payload, so this one did not apply it either."""
+
+
+class SyncFailed(WeightSyncError):
+    """Some receivers did not take a version. ``failures`` maps their ids to what they raised. Change bits
+    stay set, so the next delta covers what they missed."""
+
+    def __init__(self, message: str, failures: dict[str, BaseException]):
+        super().__init__(message)
+        self.failures = failures

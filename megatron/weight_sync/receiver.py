@@ -7,6 +7,7 @@ first two leaves the weights untouched; an error in the next two puts the kept v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from megatron.weight_sync.errors import (
     LayoutMismatch,
     MissingTensor,
     MissingVersion,
+    PeerFailed,
     ReceiverPoisoned,
     RepeatedVersion,
     UnknownTensor,
@@ -28,8 +30,8 @@ from megatron.weight_sync.errors import (
     WrongBase,
     WrongModel,
 )
+from megatron.weight_sync.fingerprints import MODULUS, _signed, bits_of, box_sum, total
 from megatron.weight_sync.fingerprints import _collect as collect_sums
-from megatron.weight_sync.fingerprints import bits_of, box_sum, total
 from megatron.weight_sync.payload import Manifest, Payload, Record, read_bucket, read_manifest
 from megatron.weight_sync.sender import Ack
 
@@ -55,6 +57,30 @@ class _Write:
     old: torch.Tensor | None = None
 
 
+class Peers:
+    """The ranks of one sharded receiver.
+
+    Args:
+        group: their torch.distributed process group.
+        device: where its backend wants tensors: "cuda" for NCCL.
+    """
+
+    def __init__(self, group=None, device="cpu"):
+        self.group, self.device = group, device
+
+    def agree(self, good: bool) -> bool:
+        """Whether ``good`` on every rank."""
+        flag = torch.tensor([int(good)], dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=self.group)
+        return bool(flag.item())
+
+    def add(self, values: Mapping[str, int], names: list[str]) -> dict[str, int]:
+        """Sums over the ranks modulo 2**64, by name."""
+        row = torch.tensor([_signed(values[n]) for n in names], dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(row, group=self.group)
+        return {name: value % MODULUS for name, value in zip(names, row.tolist(), strict=True)}
+
+
 class Receiver:
     """Applies payloads to live storage described by targets.
 
@@ -62,8 +88,8 @@ class Receiver:
         targets: name → :class:`Target`, for every name a payload may use.
         storages: names that must all be covered by a dense sync, as groups: names of one group share storage
             (tied weights), and one of them is enough. By default every name is a group of its own.
-        reduce: adds up per-tensor shares over the ranks of a sharded engine and returns the sums of full
-            tensors, the same on every rank; None when this process holds full tensors.
+        peers: the ranks that hold one sharded model together; None when this process holds full tensors. All
+            of them apply a payload, or none does.
         keep_undo: whether a dense sync keeps the replaced values until it is proven, at the price of a copy
             of the model while it runs. Without it, a dense sync that fails while writing poisons the
             receiver.
@@ -74,7 +100,7 @@ class Receiver:
         targets: Mapping[str, Target],
         *,
         groups: Iterable[Iterable[str]] | None = None,
-        reduce: Callable[[dict[str, int]], dict[str, int]] | None = None,
+        peers: Peers | None = None,
         keep_undo: bool = True,
     ):
         self.targets = dict(targets)
@@ -82,7 +108,8 @@ class Receiver:
             [tuple(group) for group in groups] if groups is not None else [(n,) for n in self.targets]
         )
         self._group_of = {name: i for i, group in enumerate(self.groups) for name in group}
-        self.reduce = reduce
+        self.peers = peers
+        self._copies = self._count_copies()
         self.keep_undo = keep_undo
         self.model_id: str | None = None
         self.lineage: int | None = None
@@ -93,20 +120,44 @@ class Receiver:
     # ---- state ---------------------------------------------------------------------------------------------
 
     def status(self) -> Ack:
-        """What this receiver holds, with the fingerprint recomputed over its live weights now."""
+        """What this receiver holds. The live weights are fingerprinted now; if they are not what was applied,
+        the receiver is poisoned from here on."""
+        if self.version is not None and not self.poisoned and self._wrong(self._expected):
+            self.poisoned = True
         if self.version is None or self.poisoned:
             return Ack(self.model_id, self.lineage, None, 0, self.poisoned)
-        return Ack(self.model_id, self.lineage, self.version, total(self.live_fingerprint(self._expected)))
+        return Ack(self.model_id, self.lineage, self.version, total(self._expected))
 
     def live_fingerprint(self, names: Iterable[str] | None = None) -> dict[str, int]:
-        """Per-tensor sums over the live weights (all ranks' shares, where there are several)."""
+        """Per-tensor sums over the live weights: of all ranks, with as many copies as they hold together."""
+        names = list(self.targets if names is None else names)
         keys, sums = [], []
-        for name in self.targets if names is None else names:
+        for name in names:
             for live, box in self.targets[name].pieces:
                 keys.append(name)
                 sums.append(box_sum(live, box))
-        share = collect_sums(keys, sums)
-        return self.reduce(share) if self.reduce is not None else share
+        share = {**dict.fromkeys(names, 0), **collect_sums(keys, sums)}
+        return self.peers.add(share, names) if self.peers is not None else share
+
+    def _wrong(self, expected: Mapping[str, int]) -> list[str]:
+        sums = self.live_fingerprint(expected)
+        return [
+            name for name, value in expected.items() if sums[name] != value * self._copies[name] % MODULUS
+        ]
+
+    def _count_copies(self) -> dict[str, int]:
+        """How often each full tensor is held over all ranks: norms, and KV heads fewer than ranks, are
+        copies."""
+        held = {name: sum(box.numel for _, box in target.pieces) for name, target in self.targets.items()}
+        if self.peers is not None:
+            held = self.peers.add(held, list(self.targets))
+        copies = {}
+        for name, target in self.targets.items():
+            numel = math.prod(target.shape)
+            copies[name], rest = divmod(held[name], numel) if numel else (1, 0)
+            if rest or not copies[name]:
+                raise UnsupportedLayout(f"{name}: the ranks hold {held[name]} of its {numel} elements")
+        return copies
 
     # ---- apply ---------------------------------------------------------------------------------------------
 
@@ -124,27 +175,43 @@ class Receiver:
             WeightSyncError: of the kind that says what is wrong. The live weights are exactly as before,
                 unless it is :class:`ReceiverPoisoned`.
         """
-        if not isinstance(payload, Payload):
-            payload = Payload.from_bytes(payload)
-        manifest = read_manifest(payload.manifest)
-        self._check_version(manifest)
-        records = self._verify(payload, manifest)
-        writes = [write for record in records for write in self._stage(record)]
-        undone = self._write(writes, manifest)
+        manifest, writes = self._together(lambda: self._prepare(payload))
         expected = {**({} if manifest.dense else self._expected), **manifest.sums}
+        done: list[_Write] = []
         try:
-            sums = self.live_fingerprint(expected)
+            self._together(lambda: self._write(writes, done, manifest))
+            wrong = self._wrong(expected)
         except BaseException:
-            self._undo(undone, manifest)
+            self._together(lambda: self._undo(done, manifest))
             raise
-        wrong = [name for name, value in expected.items() if sums.get(name) != value]
         if wrong or total(expected) != manifest.fingerprint:
-            self._undo(undone, manifest)
+            self._together(lambda: self._undo(done, manifest))
             raise self._mismatch(wrong, manifest)
         self.model_id, self.lineage, self.version = manifest.model_id, manifest.lineage, manifest.version
         self._expected = expected
         self.poisoned = False
         return Ack(self.model_id, self.lineage, self.version, manifest.fingerprint)
+
+    def _together(self, step: Callable):
+        """Run one stage; with peers, it counts as failed everywhere if it failed anywhere."""
+        if self.peers is None:
+            return step()
+        error, out = None, None
+        try:
+            out = step()
+        except Exception as caught:
+            error = caught
+        if self.peers.agree(error is None):
+            return out
+        raise error if error is not None else PeerFailed("another rank of this receiver refused the payload")
+
+    def _prepare(self, payload: Payload | Iterable) -> tuple[Manifest, list[_Write]]:
+        if not isinstance(payload, Payload):
+            payload = Payload.from_bytes(payload)
+        manifest = read_manifest(payload.manifest)
+        self._check_version(manifest)
+        records = self._verify(payload, manifest)
+        return manifest, [write for record in records for write in self._stage(record)]
 
     def _check_version(self, manifest: Manifest) -> None:
         if self.model_id is not None and manifest.model_id != self.model_id:
@@ -243,20 +310,14 @@ class Receiver:
             writes.append(write)
         return writes
 
-    def _write(self, writes: list[_Write], manifest: Manifest) -> list[_Write]:
-        """Write; on any failure put everything back and re-raise. Returns what :meth:`_undo` needs."""
-        done: list[_Write] = []
+    def _write(self, writes: list[_Write], done: list[_Write], manifest: Manifest) -> None:
+        """Write, and note in ``done`` what :meth:`_undo` has to put back."""
         keep = self.keep_undo or not manifest.dense
-        try:
-            for write in writes:
-                if keep and write.old is None:
-                    write.old = _read(write).clone()
-                done.append(write)
-                _store(write, write.new)
-        except BaseException:
-            self._undo(done, manifest)
-            raise
-        return done
+        for write in writes:
+            if keep and write.old is None:
+                write.old = _read(write).clone()
+            done.append(write)
+            _store(write, write.new)
 
     def _undo(self, done: list[_Write], manifest: Manifest) -> None:
         try:
@@ -279,8 +340,7 @@ class Receiver:
                 f"version {manifest.version}: per-tensor fingerprints do not add up to the manifest's total"
             )
         if self.version is not None and not self.poisoned:
-            sums = self.live_fingerprint(self._expected)
-            drifted = [name for name, value in self._expected.items() if sums.get(name) != value]
+            drifted = self._wrong(self._expected)
             if drifted:
                 self.poisoned = True
                 return ReceiverPoisoned(

@@ -29,7 +29,13 @@ import torch
 
 from megatron.weight_sync import codec
 from megatron.weight_sync.container import DTYPE_NAMES
-from megatron.weight_sync.errors import LayoutMismatch, MissingTensor, UnknownTensor, UnsupportedLayout
+from megatron.weight_sync.errors import (
+    LayoutMismatch,
+    MissingTensor,
+    UnknownTensor,
+    UnsupportedLayout,
+    WrongModel,
+)
 from megatron.weight_sync.fingerprints import bits_of, total
 from megatron.weight_sync.payload import Manifest, Payload, write_bucket, write_manifest
 
@@ -98,6 +104,31 @@ class Sender:
         self._poisoned: set[str] = set()
         self._open: Update | None = None
 
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """What a checkpoint of the trainer keeps: JSON values only."""
+        return {
+            "model_id": self.model_id,
+            "lineage": self.lineage,
+            "version": self.version,
+            "receivers": sorted(self._held),
+        }
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on from a checkpoint: with the version it had, never from zero, in a later lineage.
+
+        Versions after the checkpoint may have reached receivers, and other weights will now get their
+        numbers; the new lineage keeps the two apart. Every receiver needs a dense sync.
+        """
+        if state["model_id"] != self.model_id:
+            raise WrongModel(f"state is of model {state['model_id']!r}, this sender's is {self.model_id!r}")
+        self.lineage = max(self.lineage, state["lineage"] + 1)
+        self.version = state["version"]
+        self.since, self._open, self.table, self._published = None, None, {}, {}
+        self._held = dict.fromkeys([*self._held, *state["receivers"]])
+        self._poisoned.clear()
+
     # ---- receivers -----------------------------------------------------------------------------------------
 
     def register(self, receiver_id: str) -> None:
@@ -125,10 +156,20 @@ class Sender:
         dense."""
         self.since = None
 
+    def takes_delta(self, receiver_id: str) -> bool:
+        """Whether a delta from ``since`` can take this receiver further."""
+        held = self._held[receiver_id]
+        exact = self.exact_base and held != self.since
+        return self.since is not None and held is not None and held >= self.since and not exact
+
+    @property
+    def receivers(self) -> list[str]:
+        return list(self._held)
+
     @property
     def needs_dense(self) -> bool:
         """Whether some receiver cannot go on from a delta."""
-        return self.since is None or any(held is None or held < self.since for held in self._held.values())
+        return self.since is None or not all(self.takes_delta(name) for name in self._held)
 
     def acknowledge(self, receiver_id: str, ack: Ack) -> bool:
         """Record what a receiver holds, after an update or when it connects.
@@ -150,6 +191,7 @@ class Sender:
             for name, held in self._held.items():
                 if held is not None and held < self.version - self.max_behind:
                     self._held[name] = None
+        # A receiver that needs a dense sync anyway has no use for change bits.
         waiting = [held for held in self._held.values() if held is not None and held != self.version]
         if waiting or self.version == 0 or self._held.get(receiver_id) != self.version:
             return False
