@@ -1,4 +1,28 @@
-"""Exact sparse diffs of model parameters, recorded while the optimizer copies its results to them."""
+"""Exact sparse diffs of model parameters, recorded while the optimizer copies its results to them.
+
+    from megatron.core.optimizer.sparse_diff import attach
+
+    diff = attach(optimizer)                    # the weights of this moment are the base
+    ...                                         # any number of optimizer steps
+    diff.gather_changed()                       # collective over data-parallel ranks; not needed on one
+    for name, param in model.named_parameters():
+        indices, values = diff.changed(param)   # int64, ascending, into the flat local tensor; values there
+        ...
+    diff.clear(version)                         # only after every receiver has acknowledged `version`
+
+One bit is kept per element of this rank's shard, set by the copy from main weights to the model; steps are
+OR-ed, so the result is the exact union. Comparison is of bit patterns. A sync that is never acknowledged is
+part of the next. Tensors whose writes the copy does not see (fp32 parameters, buffers, …) take other routes,
+which `diff.report()` lists; paths that no route sees exactly are refused by `attach`.
+
+Optimizers call `init_sparse_manager` and `sparse_diff_context`; other managers plug in through
+`register_manager_factory` or the environment (SPARSERL_STATE, SPARSERL_MANAGER), see `context`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .context import (
     SparseManager,
@@ -10,12 +34,27 @@ from .context import (
     sparse_state,
 )
 
+if TYPE_CHECKING:
+    from .diff import SparseDiff
+
 __all__ = [
     "SparseManager",
     "SparseState",
+    "attach",
     "copy_with_sparse_diff",
     "init_sparse_manager",
     "register_manager_factory",
     "sparse_diff_context",
     "sparse_state",
 ]
+
+
+def attach(
+    optimizer: Any,
+    mode: str | None = None,
+    model_chunks: Sequence[torch.nn.Module] | None = None,
+) -> "SparseDiff":
+    """Record which elements of the optimizer's model change from now on; see `diff.attach`."""
+    from .diff import attach  # not loaded by optimizers, which need only the hook
+
+    return attach(optimizer, mode, model_chunks)

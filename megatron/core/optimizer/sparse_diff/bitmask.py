@@ -1,0 +1,86 @@
+"""One bit per element, set where a copy changed the element's bits.
+
+Comparison is of bit patterns: -0.0 differs from 0.0, a NaN from a NaN with another payload, and a NaN equals
+itself. Plain torch here, on any device; `kernels` holds the fused CUDA forms.
+"""
+
+import torch
+
+__all__ = ["CANARY", "Bitmask", "as_bits"]
+
+CANARY = 0x5EED1E55
+_CHUNK = 1 << 22  # elements compared at a time: bounds the temporaries of one copy
+_SPREAD = 0x0102040810204080  # gathers the low bits of eight bytes in the top byte of the product
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(values: torch.Tensor) -> torch.Tensor:
+    """`values` seen as integers of the same size.
+
+    Raises:
+        TypeError: where no such integer type exists.
+    """
+    if values.element_size() not in _BITS or values.is_complex():
+        raise TypeError(f"sparse diff compares values of 1, 2, 4 or 8 bytes, got {values.dtype}")
+    return values.view(_BITS[values.element_size()])
+
+
+def pack(changed: torch.Tensor) -> torch.Tensor:
+    """Bytes whose bit i is element 8·byte + i of the boolean `changed`, whose length is a multiple of 8."""
+    return (changed.view(torch.int64) * _SPREAD).bitwise_right_shift(56).to(torch.uint8)
+
+
+class Bitmask:
+    """Which of `numel` elements changed; `ceil(numel / 32)` words of memory and one canary word.
+
+    The canary tells whether the memory still holds what was written, as it may not after an allocator that
+    releases pages (torch_memory_saver) put the process to sleep.
+    """
+
+    def __init__(self, numel: int, device: torch.device | str) -> None:
+        self.numel = numel
+        self.store = torch.zeros(-(-numel // 32) + 1, dtype=torch.int32, device=device)
+        self.store[-1] = CANARY
+        self.words = self.store[:-1]
+        self.bytes = self.words.view(torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes
+
+    def intact(self) -> bool:
+        return int(self.store[-1]) == CANARY
+
+    def or_(self, other: "Bitmask") -> None:
+        self.words |= other.words
+
+    def zero_(self) -> None:
+        self.words.zero_()
+
+    def count(self) -> int:
+        return self.indices().numel()
+
+    def indices(self) -> torch.Tensor:
+        """Set positions, ascending, int64 [count]."""
+        occupied = self.bytes.nonzero().view(-1)
+        lanes = torch.arange(8, dtype=torch.uint8, device=occupied.device)
+        bits = (self.bytes[occupied].unsqueeze(1).bitwise_right_shift(lanes) & 1).nonzero()
+        return occupied[bits[:, 0]] * 8 + bits[:, 1]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.copy_(source)`, setting the bits of the elements of `target` whose bits change.
+
+        Both are flat, of `numel` elements; the conversion of types is that of ``copy_``.
+        """
+        for start in range(0, self.numel, _CHUNK):
+            old, new = target[start : start + _CHUNK], source[start : start + _CHUNK]
+            new = new.to(device=old.device, dtype=old.dtype)
+            self._mark(start, as_bits(old) != as_bits(new))
+            old.copy_(new)
+
+    def _mark(self, start: int, changed: torch.Tensor) -> None:
+        spare = -changed.numel() % 8
+        if spare:
+            changed = torch.nn.functional.pad(changed, (0, spare))
+        packed = pack(changed)
+        self.bytes[start // 8 : start // 8 + packed.numel()] |= packed

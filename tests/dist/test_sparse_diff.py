@@ -1,0 +1,207 @@
+"""Shards over data-parallel ranks: the gathered changes against copies of the whole model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.small_optimizer import build, changed_since, snapshot, step
+from tests.dist.world import parallel
+
+
+def _follow(chunk, optimizer, diff, versions=3, **options):
+    """Train, gather, apply what was gathered to a receiver's copy, compare; the indices by version and name."""
+    receiver = snapshot(chunk)
+    found = []
+    for version in range(versions):
+        union = {name: set() for name in receiver}
+        for seed in range(2):
+            before = snapshot(chunk)
+            step(chunk, optimizer, 10 * version + seed, density=0.03)
+            for name, param in chunk.named_parameters():
+                union[name] |= set(changed_since(before[name], param).tolist())
+        diff.gather_changed(**options)
+        found.append({})
+        for name, param in chunk.named_parameters():
+            indices, values = diff.changed(param)
+            if param.dtype == torch.bfloat16 and param.requires_grad:
+                assert indices.tolist() == sorted(union[name]), name
+            assert torch.equal(indices, indices.unique()) and indices.dtype == torch.int64
+            receiver[name].view(-1)[indices] = values
+            assert torch.equal(receiver[name], param.detach()), name
+            found[-1][name] = indices.tolist()
+        diff.clear(version)
+    return found
+
+
+def _dp2(bucket_size):
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel():
+        chunk, optimizer = build(bucket_size=bucket_size)
+        diff = attach(optimizer)
+        ranges = {e.name: (e.shard.start, e.shard.end) for e in diff}
+        return ranges, _follow(chunk, optimizer, diff)
+
+
+@pytest.mark.parametrize("bucket_size", [None, 200])
+def test_shards_that_end_inside_a_tensor(world, bucket_size):
+    (ranges_0, found_0), (ranges_1, found_1) = world(2, _dp2, bucket_size)
+    assert found_0 == found_1
+    assert sum(len(v) for v in found_0[0].values()) > 50
+    trained = [n for n in ranges_0 if not n.endswith(("fixed", "counts"))]
+    split = [n for n in trained if ranges_0[n][1] > ranges_0[n][0] and ranges_1[n][1] > ranges_1[n][0]]
+    empty = [n for n in trained if ranges_0[n][1] == ranges_0[n][0] or ranges_1[n][1] == ranges_1[n][0]]
+    assert split and empty  # a tensor split over both ranks, and one that a rank owns nothing of
+
+
+def _to_one_rank():
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel():
+        chunk, optimizer = build()
+        diff = attach(optimizer)
+        base = snapshot(chunk)
+        step(chunk, optimizer, 1, density=0.1)
+        param = chunk.module.second
+        try:
+            diff.changed(param)
+        except RuntimeError as error:
+            message = str(error)
+        diff.gather_changed(dst=1)
+        if dist.get_rank() == 1:
+            indices, values = diff.changed(param)
+            base_flat = base["module.second"].view(-1)
+            base_flat[indices] = values
+            return message, torch.equal(base_flat, param.detach().view(-1)), indices.numel()
+        try:
+            diff.changed(param)
+        except RuntimeError as error:
+            return message, str(error)
+
+
+def test_gather_to_one_rank_and_its_errors(world):
+    (before, other), (_, equal, count) = world(2, _to_one_rank)
+    assert before == (
+        "sparse diff: module.second is sharded over data-parallel ranks; call gather_changed() on all of them first"
+    )
+    assert other == "sparse diff: module.second was gathered to another rank or not at all"
+    assert equal and count > 20
+
+
+def _grid(tp, experts, ep):
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel(tp=tp, ep=ep):
+        chunk, optimizer = build(experts=experts)
+        found = _follow(chunk, optimizer, attach(optimizer), versions=2)
+        groups = [d for leaf in optimizer.chained_optimizers for d in [leaf.data_parallel_group.size()]]
+        return groups, found
+
+
+@pytest.mark.parametrize("tp, experts, ep, groups", [(2, 0, 1, [2]), (1, 2, 2, [4, 2]), (1, 1, 1, [4, 4])])
+def test_tensor_and_expert_data_parallel(world, tp, experts, ep, groups):
+    results = world(4, _grid, tp, experts, ep)
+    assert [sizes for sizes, _ in results] == [groups] * 4
+    if tp == 1:
+        assert all(found == results[0][1] for _, found in results)
+    assert any(name.startswith("module.expert") and v for name, v in results[0][1][0].items()) == bool(
+        experts
+    )
+
+
+def _overlap():
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel():
+        torch.manual_seed(3)
+        flags = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+        chunk, optimizer = build(ddp=flags, config={"overlap_param_gather": True})
+        diff = attach(optimizer)
+        receiver = snapshot(chunk)
+        stale = 0
+        for version in range(2):
+            step(chunk, optimizer, version, density=0.1)
+            diff.gather_changed()
+            gathered = {name: diff.changed(param) for name, param in chunk.named_parameters()}
+            for name, (indices, values) in gathered.items():
+                receiver[name].view(-1)[indices] = values
+            stale += sum(not torch.equal(receiver[n], p.detach()) for n, p in chunk.named_parameters())
+            diff.clear(version)
+            chunk.start_param_sync(force_sync=True)  # what the next forward would do
+            assert all(torch.equal(receiver[n], p.detach()) for n, p in chunk.named_parameters())
+        return stale
+
+
+def test_values_come_from_their_owner_while_the_parameter_gather_is_deferred(world):
+    assert all(world(2, _overlap))  # each rank held stale elements when it received
+
+
+def _without(attached):
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel():
+        torch.manual_seed(7)
+        chunk, optimizer = build(experts=1)
+        diff = attach(optimizer) if attached else None
+        for seed in range(4):
+            step(chunk, optimizer, seed)
+            if attached and seed != 2:
+                diff.gather_changed()
+                diff.clear(seed)
+        return {name: value.float().numpy().tobytes() for name, value in snapshot(chunk).items()}
+
+
+def test_training_is_bit_for_bit_the_same(world):
+    assert world(2, _without, False) == world(2, _without, True)
+
+
+def _traffic(heavy_rank):
+    """Bytes that collectives carry, by recording them; changes on one rank only, or on both."""
+    from megatron.core.optimizer.sparse_diff import gather as module
+    from megatron.core.optimizer.sparse_diff.shards import HookedShard
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [torch.zeros(n, dtype=torch.bfloat16) for n in (4001, 997, 12007)]
+    shards = []
+    for tensor in tensors:
+        edges = [0, tensor.numel() // 3, tensor.numel()] if size == 2 else None
+        shard = HookedShard(tensor, edges[rank], edges[rank + 1])
+        if heavy_rank in (None, rank):
+            source = torch.zeros(shard.numel)
+            source[::50] = rank + 1.0
+            shard.copy_captured(shard.values(), source, False)
+        shard.seal()
+        shards.append(shard)
+    calls = []
+    real = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "broadcast")}
+
+    def record(name):
+        def call(out, *args, **kwargs):
+            calls.append((name, out.nbytes))
+            return real[name](out, *args, **kwargs)
+
+        return call
+
+    for name in real:
+        setattr(dist, name, record(name))
+    try:
+        changes = module.gather(tensors, shards, dist.group.WORLD)
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+    return [c.indices.tolist() for c in changes], [c.values.tolist() for c in changes], calls
+
+
+@pytest.mark.parametrize("heavy_rank", [None, 0, 1])
+def test_traffic_follows_the_changes(world, heavy_rank):
+    (indices, values, calls), other = world(2, _traffic, heavy_rank)
+    assert (indices, values) == other[:2]
+    changed = sum(len(i) for i in indices)
+    assert changed > 80 and {v for per in values for v in per} == (
+        {1, 2} if heavy_rank is None else {heavy_rank + 1}
+    )
+    sizes, *rest = calls
+    assert sizes == ("all_gather_into_tensor", 2 * 3 * 2 * 8)  # ranks, tensors, count and start, int64
+    assert (
+        sum(n for _, n in rest) <= 2 * 6 * changed
+    )  # int32 index and bf16 value, at most doubled by padding
