@@ -1,7 +1,7 @@
 """A tree trains as its branches do one by one: logits, loss and every gradient, in every layout.
 
 Dense models run in float64 and agree to 1e-10 relative: nothing on either side is then computed in less, except
-the rotary table, which both sides share. The router of an MoE computes in float32, which is its noise here.
+the rotary table, which both sides share.
 """
 
 import dataclasses
@@ -63,13 +63,20 @@ MODELS = {
     "gqa-tied": dict(model={}, tied=True),
     "gqa-learned-positions": dict(model={}, embedding="learned_absolute"),
     "gqa-qk-norm-interleaved-rope": dict(model=dict(qk_layernorm=True, rotary_interleaved=True)),
+    "gqa-window": dict(model=dict(window_size=(3, 0), window_attn_skip_freq=2)),
+    "gqa-learnable-sink": dict(model=dict(softmax_type="learnable")),
+    "gqa-off-by-one": dict(model=dict(softmax_type="off-by-one")),
+    "gqa-softmax-scale": dict(model=dict(softmax_scale=0.9, no_rope_freq=[0, 1])),
+    "gqa-layer-scaling": dict(model=dict(apply_query_key_layer_scaling=True)),
+    "gqa-output-gate": dict(model=dict(attention_output_gate=True)),
     "mla": dict(model=dict(mla=True)),
     "mla-yarn": dict(model=dict(mla=True, rope_type="yarn")),
     "moe": dict(model=dict(moe=True)),
     "hybrid": dict(model={}, hybrid="*-*-"),
     "hybrid-tied": dict(model={}, hybrid="*-*-", tied=True),
 }
-TOLERANCE = {name: 2e-5 if name == "moe" else 1e-10 for name in MODELS}
+# The router and the sigmoid of the output gate are float32 upstream.
+TOLERANCE = {name: 2e-5 if name in ("moe", "gqa-output-gate") else 1e-10 for name in MODELS}
 
 
 @pytest.mark.parametrize("branches", [2, 5, 40])
