@@ -4,7 +4,7 @@ T packed tokens (padding included), L tokens of all trajectories one after anoth
 M packed tokens that have a predecessor, n trajectories, N nodes.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,21 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.tree_metadata import TreeMetadata
 from megatron.core.tree_training import trie
 from megatron.core.tree_training.trajectory import check_all
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What a micro-batch must know of the whole training step, so that its loss weighs as in the linear
+    layout."""
+
+    num_microbatches: int
+    """On every data-parallel rank, dummies included: upstream's schedules divide by it."""
+    data_parallel_size: int
+    """DistributedDataParallel divides by it."""
+    loss_tokens: int
+    """Linear tokens whose loss mask is 1, over all ranks and micro-batches."""
+    trajectories: int
+    """Over all ranks and micro-batches."""
 
 
 @dataclass
@@ -55,8 +70,10 @@ class TreeBatch:
     num_loss_tokens: int
     """Linear tokens whose loss mask is 1: a shared token counts once for every trajectory that trains on
     it."""
-    trajectory_ids: list[int] = field(default_factory=list)
+    trajectory_ids: list[int]
     """The number of each trajectory in the list that a plan was made from; 0 … n-1 without a plan."""
+    totals: StepTotals
+    """Of the step; of this micro-batch alone without a plan."""
 
     @classmethod
     def from_trajectories(
@@ -88,8 +105,22 @@ class TreeBatch:
         return cls.from_order(checked, order, pad_to_multiple_of=pad_to_multiple_of, device=device)
 
     @classmethod
-    def from_order(cls, checked, order, *, pad_to_multiple_of=1, device="cpu", trajectory_ids=None):
-        """`from_trajectories` with checks and sorting already done; `order` numbers `checked` 0 … n-1."""
+    def from_order(
+        cls,
+        checked,
+        order,
+        *,
+        pad_to_multiple_of=1,
+        device="cpu",
+        trajectory_ids=None,
+        totals=None,
+        like=None,
+    ):
+        """`from_trajectories` with checks and sorting already done; `order` numbers `checked` 0 … n-1.
+
+        like: a CheckedTrajectory whose value names, types and row shapes a batch without trajectories takes
+            over.
+        """
         if pad_to_multiple_of < 1:
             raise ValueError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of}")
         packed = trie.pack(order)
@@ -124,8 +155,16 @@ class TreeBatch:
             max_position=int(positions.max()),
         )
         mask_L = torch.cat([t.loss_mask for t in checked]) if checked else torch.zeros(0, dtype=torch.bool)
-        names = checked[0].values if checked else ()
-        trajectory_names = checked[0].trajectory_values if checked else ()
+        num_loss_tokens = int(mask_L.sum())
+        like = checked[0] if checked else like
+        values_L = {
+            name: torch.cat([value[:0], *(t.values[name] for t in checked)]).to(device)
+            for name, value in (like.values.items() if like else ())
+        }
+        trajectory_values = {
+            name: [t.trajectory_values[name] for t in checked]
+            for name in (like.trajectory_values if like else ())
+        }
         return cls(
             tokens=put(tokens, torch.int64)[None],
             position_ids=position_ids[None],
@@ -137,15 +176,41 @@ class TreeBatch:
             index_L=put(packed.index_L, torch.int64),
             lengths=np.diff(packed.offsets).tolist(),
             loss_mask_L=mask_L.to(device),
-            values_L={name: torch.cat([t.values[name] for t in checked]).to(device) for name in names},
-            trajectory_values={
-                name: [t.trajectory_values[name] for t in checked] for name in trajectory_names
-            },
+            values_L=values_L,
+            trajectory_values=trajectory_values,
             max_token=int(tokens_L.max()) if tokens_L.size else -1,
             packed_tokens=num_packed,
-            num_loss_tokens=int(mask_L.sum()),
+            num_loss_tokens=num_loss_tokens,
             trajectory_ids=list(range(len(checked))) if trajectory_ids is None else list(trajectory_ids),
+            totals=totals or StepTotals(1, 1, num_loss_tokens, len(checked)),
         )
+
+    def averaged_loss(self, loss_sum, per="token"):
+        """The loss that a loss function returns first, where upstream averages over micro-batches and ranks.
+
+        Args:
+            loss_sum: this micro-batch's sum of loss terms in the linear layout, a tensor. Terms that belong
+                to a token (per="token") or to a trajectory (per="trajectory": already averaged over its
+                tokens).
+            per: what the mean over the step counts.
+
+        Returns:
+            loss_sum · num_microbatches · data_parallel_size / count of the step: after upstream's division by
+            the number of micro-batches and DistributedDataParallel's mean over ranks, the mean over the step.
+            For a loss function that returns (loss, report), with calculate_per_token_loss off.
+        """
+        count = self.totals.trajectories if _per_trajectory(per) else self.totals.loss_tokens
+        return loss_sum * (self.totals.num_microbatches * self.totals.data_parallel_size / max(count, 1))
+
+    def summed_loss(self, loss_sum, per="token"):
+        """(loss, count) for a loss function that returns (loss, count, report), with calculate_per_token_loss
+        on.
+
+        finalize_model_grads divides all gradients by the counts of all micro-batches and ranks together;
+        `count` is int32 on the loss's device.
+        """
+        count = self.num_trajectories if _per_trajectory(per) else self.num_loss_tokens
+        return loss_sum, torch.tensor(count, dtype=torch.int32, device=loss_sum.device)
 
     @property
     def tree_metadata(self):
@@ -253,3 +318,9 @@ class TreeBatch:
         return type(self)(
             **{f.name: keep[f.name] if f.name in keep else move(getattr(self, f.name)) for f in fields(self)}
         )
+
+
+def _per_trajectory(per):
+    if per not in ("token", "trajectory"):
+        raise ValueError(f"per must be 'token' or 'trajectory', got {per!r}")
+    return per == "trajectory"
