@@ -21,10 +21,14 @@ $(READY): pyproject.toml patches/build-metadata.patch patches/upstream.txt megat
 	$(PY) -m pip install -q -e '.[test,rollout,lint]'
 	@touch $@
 
-quickstart: $(READY) ## the main job: an RL loop end to end, on whatever is here
-	@test -d examples/quickstart || { echo "examples/quickstart is not here yet"; exit 1; }
+# Ranks, and how they share the model: make quickstart NPROC=2 TP=2, or NPROC=2 PP=2. ARGS goes to the program.
+NPROC ?= 1
+TP ?= 1
+PP ?= 1
+quickstart: $(READY) ## the main job: an RL loop end to end, on whatever is here (NPROC=2 TP=2 or PP=2)
 	$(PY) -m patchset materialise
-	$(PY) -m examples.quickstart
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) -m examples.quickstart \
+		--tp=$(TP) --pp=$(PP) $(ARGS)
 
 test: $(READY) ## the tests that need no GPU: patches, cpu, dist
 	$(PY) -m patchset materialise

@@ -1,0 +1,290 @@
+"""A reinforcement-learning loop from trajectories to a rollout model that provably holds the same weights.
+
+    make quickstart                  one process
+    make quickstart NPROC=2 TP=2     tensor parallel
+    make quickstart NPROC=2 PP=2     two pipeline stages
+
+Each step: the rollout model (Hugging Face transformers, rank 0) samples answers; they are packed as trees;
+the policy (patched Megatron-Core) takes one policy-gradient step on them; the changed weights travel as a
+payload; both sides compare fingerprints. Runs on CPU with gloo, and on GPUs with NCCL where there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+logging.getLogger("megatron").setLevel(logging.ERROR)
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+if not torch.cuda.is_available():
+    import megatron.cpu_runtime
+
+    megatron.cpu_runtime.install()  # before megatron.core
+
+from tqdm import tqdm  # noqa: E402
+
+from examples.quickstart import policy, report, rollout, task, twin  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.optimizer.sparse_diff import attach  # noqa: E402
+from megatron.core.param_export import build_plan  # noqa: E402
+from megatron.core.param_export.publisher import Publisher  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.tree_training import TreeBatch, read_jsonl  # noqa: E402
+from megatron.weight_sync import ModuleReceiver, Sender  # noqa: E402
+
+SMALL_LR = 1e-6
+
+
+def arguments():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    p.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    p.add_argument("--steps", type=int, default=250, help="training steps")
+    p.add_argument(
+        "--small-steps", type=int, default=10, help=f"further steps at a learning rate of {SMALL_LR}"
+    )
+    p.add_argument(
+        "--seconds", type=float, default=200, help="stop the training phase after this time at the latest"
+    )
+    p.add_argument("--groups", type=int, default=16, help="problems per step")
+    p.add_argument("--group-size", type=int, default=8, help="sampled answers per problem")
+    p.add_argument("--groups-per-batch", type=int, default=4, help="problems in one micro-batch")
+    p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--entropy-bonus", type=float, default=0.05)
+    p.add_argument("--held-out", type=int, default=128, help="problems of the evaluation")
+    p.add_argument("--trajectories", type=Path, help="train on this JSON-lines file instead of sampling")
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--out", type=Path, default=Path("build/quickstart"))
+    return p.parse_args()
+
+
+def launch(args) -> torch.device:
+    """Process groups and random states; this rank's device."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    store = {} if world > 1 else dict(store=dist.HashStore(), rank=rank, world_size=world)
+    dist.init_process_group("nccl" if cuda else "gloo", **store)
+    parallel_state.initialize_model_parallel(args.tp, args.pp)
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    model_parallel_cuda_manual_seed(args.seed)
+    return device
+
+
+def share(value):
+    """Rank 0's object on every rank."""
+    if dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def micro_batches(trajectories, per_batch: int, device) -> tuple[list[TreeBatch], int]:
+    """This data-parallel rank's micro-batches, and how many trained tokens all ranks have together."""
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    mine = len(trajectories) // ranks
+    own = trajectories[rank * mine : (rank + 1) * mine]
+    batches = [
+        TreeBatch.from_trajectories(own[i : i + per_batch], pad_to_multiple_of=8, device=device)
+        for i in range(0, len(own), per_batch)
+    ]
+    trained = torch.tensor(sum(batch.num_loss_tokens for batch in batches), device=device)
+    if ranks > 1:
+        dist.all_reduce(trained, group=parallel_state.get_data_parallel_group())
+    return batches, int(trained)
+
+
+class Loop:
+    """The policy, the rollout model on rank 0, and the stream of weights between them."""
+
+    def __init__(self, args):
+        self.args = args
+        self.device = launch(args)
+        self.main = dist.get_rank() == 0
+        self.rng = random.Random(args.seed)
+        shape = policy.Shape()
+        self.given = None
+        vocabulary, positions = task.VOCABULARY, task.PROMPT + task.RESPONSE
+        if args.trajectories:
+            self.given, self.given_reward = rollout.given(read_jsonl(args.trajectories))
+            longest = max(len(t.tokens) for t in self.given)
+            largest = max(int(max(t.tokens)) for t in self.given)
+            vocabulary, positions = -(-(largest + 1) // (16 * args.tp)) * 16 * args.tp, longest
+        self.policy = policy.Policy(shape, vocabulary, positions, args.lr, self.device)
+        self.twin = twin.Twin(self.policy.core, shape, vocabulary, positions, self.device)
+        engine = rollout.model(shape, vocabulary, positions, self.device if self.main else "meta")
+        self.engine = engine if self.main else None
+        self.receiver = ModuleReceiver(engine) if self.main else None
+        plan = build_plan(self.policy.ddp, engine.config).prove()
+        self.diff = attach(self.policy.optimizer)
+        sender = Sender(plan.digest) if self.main else None
+        if sender:
+            sender.register("rollout")
+        self.publisher = Publisher(plan, self.diff, sender)
+        self.fingerprints_equal, self.syncs = True, 0
+        self.history: list[dict] = []
+        self.worst_loss = self.worst_gradient = 0.0
+        self.parameters = sum(p.numel() for p in self.policy.core.parameters())
+
+    def sync(self) -> dict:
+        """Bring the rollout model to the policy's weights and compare fingerprints over the live weights."""
+        payload = self.publisher.publish()
+        ack = self.receiver.apply(payload) if self.main else None
+        self.publisher.acknowledge({"rollout": ack})
+        ours = self.publisher.fingerprint()
+        self.syncs += 1
+        if not self.main:
+            return {}
+        self.fingerprints_equal &= ours == self.receiver.live_fingerprint()
+        dense = sum(t.numel() * t.element_size() for t in self.engine.state_dict().values())
+        return {"dense_bytes": dense, "sent_bytes": payload.nbytes, "density": self.publisher.density}
+
+    def experience(self):
+        """Trajectories and what they earned; the same on every rank."""
+        if self.given is not None:
+            return self.given, self.given_reward, 0.0
+        found = None
+        if self.main:
+            problems = [task.problem(self.rng) for _ in range(self.args.groups)]
+            found = rollout.collect(self.engine, problems, self.args.group_size, self.args.entropy_bonus)
+        return share(found)
+
+    def step(self, lr: float, phase: str, check: bool) -> dict:
+        trajectories, reward, solved = self.experience()
+        if check:
+            few = trajectories[: 4 * self.args.group_size]
+            loss, gradient = self.twin.tree_against_linear(few)
+            self.worst_loss, self.worst_gradient = (
+                max(self.worst_loss, loss),
+                max(self.worst_gradient, gradient),
+            )
+        per_batch = self.args.groups_per_batch * self.args.group_size
+        batches, trained = micro_batches(trajectories, per_batch, self.device)
+        self.policy.set_lr(lr)
+        loss, drift = self.policy.step(batches, trained) or (0.0, 0.0)
+        if parallel_state.get_tensor_model_parallel_rank() > 0:
+            loss = 0.0  # each loss counts once in the sum over ranks
+        entry = {
+            "step": len(self.history) + 1,
+            "phase": phase,
+            "lr": lr,
+            "reward": reward,
+            "solved": solved,
+            "loss": self.over_ranks(loss, dist.ReduceOp.SUM),
+            "log_prob_drift": self.over_ranks(drift, dist.ReduceOp.MAX),
+            "tokens_linear": sum(batch.linear_tokens for batch in batches),
+            "tokens_packed": sum(batch.packed_tokens for batch in batches),
+        }
+        entry.update(self.sync())
+        self.history.append(entry)
+        return entry
+
+    def over_ranks(self, value: float, op) -> float:
+        """The ranks' values reduced, on every rank."""
+        box = torch.tensor(value, device=self.device)
+        dist.all_reduce(box, op=op)
+        return float(box)
+
+    def held_out(self) -> float:
+        """The share of held-out problems that greedy answers solve exactly."""
+        if self.given is not None or not self.main:
+            return 0.0
+        rng = random.Random(10_000)
+        problems = [task.problem(rng) for _ in range(self.args.held_out)]
+        responses, _ = rollout.answer(self.engine, problems, greedy=True)
+        right = [task.solved(r, p) for r, p in zip(responses, problems, strict=True)]
+        return sum(right) / len(right)
+
+    def run(self) -> dict:
+        args, start = self.args, time.time()
+        first = self.sync()
+        before = self.held_out()
+        total = args.steps + args.small_steps
+        pace = 0.5 if sys.stderr.isatty() else 15
+        bar = tqdm(total=total, disable=not self.main, mininterval=pace, ncols=100, unit="step")
+        for number in range(args.steps):
+            progress = share(max(number / args.steps, (time.time() - start) / args.seconds))
+            if progress >= 1:
+                break
+            lr = args.lr * min(1, (number + 1) / 5) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+            entry = self.step(lr, "train", check=number in (0, args.steps - 1))
+            bar.set_postfix_str(f"reward {entry['reward']:.3f}", refresh=False)
+            bar.update()
+        for _ in range(args.small_steps):
+            entry = self.step(SMALL_LR, "small", check=False)
+            bar.set_postfix_str(f"reward {entry['reward']:.3f} lr {SMALL_LR:.0e}", refresh=False)
+            bar.update()
+        bar.close()
+        trajectories, _, _ = self.experience()
+        logit_difference = self.twin.logits_against(self.engine, trajectories[: 2 * args.group_size])
+        if not self.main:
+            return {}
+        return self.summary(before, self.held_out(), logit_difference, first, time.time() - start)
+
+    def summary(self, before, after, logit_difference, first, seconds) -> dict:
+        train = [e for e in self.history if e["phase"] == "train"]
+        small = [e for e in self.history if e["phase"] == "small"]
+        edge = max(1, min(10, len(train) // 4))
+
+        def mean(entries, key):
+            return sum(e[key] for e in entries) / len(entries) if entries else 0.0
+
+        return {
+            "steps": len(self.history),
+            "reward_first": mean(train[:edge], "reward"),
+            "reward_last": mean(train[-edge:], "reward"),
+            "solved_before": before,
+            "solved_after": after,
+            "tokens_linear": sum(e["tokens_linear"] for e in self.history),
+            "tokens_packed": sum(e["tokens_packed"] for e in self.history),
+            "tree_vs_linear_loss_abs_diff": self.worst_loss,
+            "tree_vs_linear_grad_rel_diff": self.worst_gradient,
+            "dense_bytes": first["dense_bytes"] * self.syncs,
+            "delta_bytes": first["sent_bytes"] + sum(e["sent_bytes"] for e in self.history),
+            "bytes_per_sync_training": mean(train, "sent_bytes"),
+            "bytes_per_sync_small_lr": mean(small, "sent_bytes"),
+            "density_training": mean(train, "density"),
+            "density_small_lr": mean(small, "density"),
+            "small_lr": SMALL_LR,
+            "syncs": self.syncs,
+            "fingerprints_equal": self.fingerprints_equal,
+            "max_logit_diff": logit_difference,
+            "log_prob_drift": max(e["log_prob_drift"] for e in self.history),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+            "world_size": dist.get_world_size(),
+            "tensor_parallel": self.args.tp,
+            "pipeline_parallel": self.args.pp,
+            "parameters": self.parameters,
+            "seconds": seconds,
+        }
+
+
+def main():
+    args = arguments()
+    loop = Loop(args)
+    summary = loop.run()
+    if loop.main:
+        report.write(args.out, summary, loop.history)
+        print(f"\n{report.table(summary)}\n\n  {args.out}/report.json, {args.out}/report.png")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
