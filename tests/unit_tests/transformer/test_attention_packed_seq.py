@@ -64,7 +64,9 @@ def test_tree_metadata_is_the_last_field_and_survives_copies():
 needs_te = pytest.mark.skipif(not extension.HAVE_TE, reason="transformer-engine is not installed")
 
 
-def te_attention():
+def te_attention(monkeypatch):
+    """A real TEDotProductAttention; building one asks for a device, what is tested here does not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
@@ -77,11 +79,11 @@ def te_attention():
 
 
 @needs_te
-def test_real_te_takes_every_field_that_is_passed():
+def test_real_te_takes_every_field_that_is_passed(monkeypatch):
     te_forward = inspect.signature(extension.te.pytorch.DotProductAttention.forward)
     assert all(p.kind is not p.VAR_KEYWORD for p in te_forward.parameters.values())
     assert extension._TE_SUPPORTS_TREE_METADATA == ("tree_metadata" in te_forward.parameters)
-    attention = te_attention()
+    attention = te_attention(monkeypatch)
     attention.kept_packed_seq_params -= {"cp_group", "local_cp_size"}  # forward does so before it asks
     kwargs = extension._packed_seq_kwargs_for_te(
         packed(), attention.kept_packed_seq_params, extension._TE_SUPPORTS_TREE_METADATA
@@ -91,11 +93,11 @@ def test_real_te_takes_every_field_that_is_passed():
 
 
 @needs_te
-def test_real_te_without_tree_support_is_never_called_with_a_tree():
+def test_real_te_without_tree_support_is_never_called_with_a_tree(monkeypatch):
     if extension._TE_SUPPORTS_TREE_METADATA:
         pytest.skip("this transformer-engine takes tree_metadata")
     from megatron.core.transformer.enums import AttnMaskType
 
     q = torch.zeros(11, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"^tree_metadata requires TransformerEngine"):
-        te_attention()(q, q, q, None, AttnMaskType.causal, packed_seq_params=packed(object()))
+        te_attention(monkeypatch)(q, q, q, None, AttnMaskType.causal, packed_seq_params=packed(object()))
