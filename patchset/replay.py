@@ -117,7 +117,7 @@ def check(root: Path) -> list[str]:
 
 
 def export(root: Path, into: str | None = None, subject: str | None = None) -> list[Path]:
-    """Fold the edits in build/tree into the patches that own the edited files, and write every patch anew.
+    """Fold the edits in build/tree into the patches that own the files, and write all of it anew.
 
     Args:
         into: the patch that takes all edits; needed where several patches, or none, change an edited file.
@@ -161,6 +161,8 @@ def export(root: Path, into: str | None = None, subject: str | None = None) -> l
     if subject:
         with open(root / "patches/series", "a") as listing:
             listing.write(patches[-1].name + "\n")
+    extra = tree.record(root)["extra"]
+    tree.materialise(root, extra=extra and Path(extra))
     return changed
 
 

@@ -95,10 +95,11 @@ def record(root: Path) -> dict:
 
 
 def inputs(root: Path, extra: Path | None) -> str:
-    """A hash over what build/tree is made of; linked modules are live and not in it."""
+    """A hash over what build/tree is made of, without the headers of patches and linked modules."""
     found = hashlib.sha256((root / "patches/upstream.txt").read_bytes())
     for path in queue.series(root / "patches") + (queue.series(extra) if extra else []):
-        found.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
+        head, _, diff = path.read_bytes().partition(b"\ndiff --git ")
+        found.update(b"\0" + path.name.encode() + b"\0" + (diff or head))
     for name in NOTICES:
         found.update(b"\0" + (root / name).read_bytes())
     return found.hexdigest()
