@@ -24,6 +24,10 @@ GIT = {
 }
 
 
+# One call of the build backend, in a checkout.
+HOOK = "import sys; sys.path.insert(0, '.'); from patchset import backend; print(backend.{})"
+
+
 def run(*command, cwd, check=True, drop=(), **env):
     """Run a command; what it printed, both streams, is ``.stdout``."""
     outer = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "PYTHON")) and k not in drop}

@@ -1,4 +1,4 @@
-"""What pip and build make of a checkout: wheel, sdist, git+file, offline, and what must not be built at all."""
+"""What pip and build make of a checkout: wheel, sdist, git+file, offline; and what must not be built."""
 
 import ast
 import base64
@@ -11,10 +11,9 @@ import tarfile
 import pytest
 
 from patchset import ROOT, backend, tree, upstream
-from tests.patches.conftest import run
+from tests.patches.conftest import HOOK, run
 
 VERSION = backend.version()
-HOOK = "import sys; sys.path.insert(0, '.'); from patchset import backend; print(backend.{})"
 
 
 def metadata(text):
@@ -110,10 +109,10 @@ def test_record_is_right(wheel_files):
 
 @pytest.fixture(scope="session")
 def built(origin, sdist, tmp_path_factory):
-    """`python -m build` in a clone with another name and another umask: sdist, and the wheel from that sdist."""
+    """`python -m build` in a clone of another name, under another umask: sdist, and the wheel from it."""
     place = tmp_path_factory.mktemp("built")
     run("git", "clone", "-q", origin, place / "elsewhere", cwd=place)
-    command = f"umask 077; exec {sys.executable} -m build -o {place}/dist ."
+    command = f"umask 077; exec {sys.executable} -m build -n -o {place}/dist ."
     run("sh", "-c", command, cwd=place / "elsewhere", MEGATRON_CORE_SDIST=sdist)
     return place / "dist"
 
@@ -149,7 +148,7 @@ def test_sdist_without_git_is_the_same(checkout, built, sdist, tmp_path):
 
 
 def test_pip_install_from_git_through_the_index(origin, make_venv, tmp_path):
-    """No local sdist: pip's own configuration finds it. A constraint of the outer pip must not reach the inner."""
+    """No local sdist: pip's own configuration finds it. A constraint of the outer pip stays outside."""
     python = make_venv()
     (tmp_path / "constraints.txt").write_text("megatron-core>=0.19\n")
     run(
@@ -203,7 +202,7 @@ def wheel_hook(checkout, sdist, tmp_path, **env):
 def test_failing_compiler_fails_the_build(checkout, sdist, tmp_path):
     done = wheel_hook(checkout, sdist, tmp_path, CC="false", CXX="false")
     assert done.returncode == 1
-    expected = "megatron.core.datasets.helpers_cpp was not built, although false is here"
+    expected = "megatron.core.datasets.helpers_cpp was not built, although there is a compiler: false"
     assert done.stdout.rstrip().endswith(expected)
 
 
