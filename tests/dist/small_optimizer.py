@@ -1,6 +1,7 @@
 """A few parameters of odd sizes under a real Megatron optimizer, stepped with seeded gradients and no forward."""
 
 import torch
+
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig

@@ -170,7 +170,6 @@ def _traffic(heavy_rank):
             source = torch.zeros(shard.numel)
             source[::50] = rank + 1.0
             shard.copy_captured(shard.values(), source, False)
-        shard.seal()
         shards.append(shard)
     calls = []
     real = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "broadcast")}

@@ -4,9 +4,11 @@ Comparison is of bit patterns: -0.0 differs from 0.0, a NaN from a NaN with anot
 itself. Plain torch here, on any device; `kernels` holds the fused CUDA forms.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["CANARY", "Bitmask", "as_bits"]
+__all__ = ["CANARY", "Bitmask", "as_bits", "expand"]
 
 CANARY = 0x5EED1E55
 _CHUNK = 1 << 22  # elements compared at a time: bounds the temporaries of one copy
@@ -30,6 +32,35 @@ def pack(changed: torch.Tensor) -> torch.Tensor:
     return (changed.view(torch.int64) * _SPREAD).bitwise_right_shift(56).to(torch.uint8)
 
 
+def capture(model: torch.Tensor, main: torch.Tensor, words: torch.Tensor) -> None:
+    from .kernels import capture  # Triton, which a CPU installation need not have
+
+    capture(model, main, words)
+
+
+def expand(
+    masks: Sequence["Bitmask"],
+    models: Sequence[torch.Tensor],
+    firsts: Sequence[int],
+    probes: Sequence[torch.Tensor],
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[int]]:
+    """Expand many masks at once; on CUDA the host waits for the device once in all.
+
+    Returns:
+        Per mask the indices of its set bits plus its `first`, ascending int64, and the values of `models`
+        there; and the 0-dim integer `probes` as numbers.
+    """
+    read = torch.stack([probe.to(torch.int64) for probe in probes]) if probes else torch.empty(0)
+    devices = {mask.store.device.type for mask in masks}
+    if devices == {"cuda"}:
+        from .kernels import expand
+
+        return expand([mask.words for mask in masks], models, firsts, read.to(torch.int64))
+    found = [mask.indices() for mask in masks]
+    pairs = [(i + first, model[i]) for i, first, model in zip(found, firsts, models, strict=True)]
+    return pairs, [int(value) for value in read.tolist()]
+
+
 class Bitmask:
     """Which of `numel` elements changed; `ceil(numel / 32)` words of memory and one canary word.
 
@@ -48,8 +79,10 @@ class Bitmask:
     def nbytes(self) -> int:
         return self.store.nbytes
 
-    def intact(self) -> bool:
-        return int(self.store[-1]) == CANARY
+    @property
+    def canary(self) -> torch.Tensor:
+        """0-dim int32; CANARY while the memory is intact."""
+        return self.store[-1]
 
     def or_(self, other: "Bitmask") -> None:
         self.words |= other.words
@@ -70,13 +103,21 @@ class Bitmask:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target.copy_(source)`, setting the bits of the elements of `target` whose bits change.
 
-        Both are flat, of `numel` elements; the conversion of types is that of ``copy_``.
+        Both are flat, of `numel` elements; the conversion of types is that of ``copy_``. On CUDA one kernel.
         """
+        if target.is_cuda and target.element_size() == 2:
+            capture(target, source.to(target.device, non_blocking=True), self.words)
+            return
         for start in range(0, self.numel, _CHUNK):
             old, new = target[start : start + _CHUNK], source[start : start + _CHUNK]
             new = new.to(device=old.device, dtype=old.dtype)
             self._mark(start, as_bits(old) != as_bits(new))
             old.copy_(new)
+
+    def compare(self, known: torch.Tensor, current: torch.Tensor) -> None:
+        """Set the bits of elements that differ between two flat tensors of integers."""
+        for start in range(0, self.numel, _CHUNK):
+            self._mark(start, known[start : start + _CHUNK] != current[start : start + _CHUNK])
 
     def _mark(self, start: int, changed: torch.Tensor) -> None:
         spare = -changed.numel() % 8

@@ -7,7 +7,8 @@ import torch
 
 from .audit import Domain, Entry, audit
 from .context import SparseState, bind, sparse_state
-from .gather import Changes, gather, local_changes
+from .gather import gather
+from .shards import Changes, seal
 
 __all__ = ["SparseDiff", "attach"]
 
@@ -95,8 +96,6 @@ class SparseDiff:
             if group is not None and domain.group is not None and domain.group is not group:
                 continue
             for entries in _buckets(domain.entries):
-                for entry in entries:
-                    entry.shard.seal()
                 tensors = [entry.tensor for entry in entries]
                 changes = gather(tensors, [entry.shard for entry in entries], domain.group, dst)
                 gathered.update(zip(tensors, changes, strict=bool(changes)))
@@ -125,9 +124,8 @@ class SparseDiff:
                     f"sparse diff: {entry.name} is sharded over data-parallel ranks; call gather_changed() "
                     "on all of them first"
                 )
-            entry.shard.seal()
             self._read = True
-            changes = None if entry.shard.whole else local_changes(entry.shard)
+            [changes] = seal([entry.shard])
         if changes is None:
             flat = param.detach().view(-1)
             changes = Changes(torch.arange(flat.numel(), device=flat.device), flat)

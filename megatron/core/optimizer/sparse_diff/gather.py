@@ -1,27 +1,13 @@
 """Changes of parameters that are sharded over ranks, gathered with traffic proportional to the changes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .shards import Shard
+from .shards import Changes, Shard, seal
 
-__all__ = ["Changes", "gather"]
-
-
-class Changes(NamedTuple):
-    """Changed elements of one local tensor: `indices` int64 [count], ascending, and `values` [count]."""
-
-    indices: torch.Tensor
-    values: torch.Tensor
-
-
-def local_changes(shard: Shard) -> Changes:
-    """What this rank's sealed shard knows, indexed into the whole local tensor."""
-    found = shard.changed()
-    return Changes(found + shard.start, shard.values()[found])
+__all__ = ["gather"]
 
 
 def gather(
@@ -30,23 +16,27 @@ def gather(
     group: dist.ProcessGroup | None,
     dst: int | None = None,
 ) -> list[Changes | None]:
-    """Join the sealed changes of `tensors` over `group`; the ranges of its ranks are disjoint.
+    """Seal `shards` and join their changes over `group`; the ranges of its ranks are disjoint.
 
     One collective carries the sizes of all the tensors, one the indices, and one the values of each dtype.
 
     Args:
         tensors: the same on every rank, in the same order.
-        shards: this rank's part of each, already sealed.
+        shards: this rank's part of each.
         group: the ranks that share the tensors; None where each rank owns them whole.
         dst: the rank in `group` that receives; all of them where None.
 
     Returns:
         Per tensor its `Changes`, or None where a rank needs it sent whole; empty on ranks other than `dst`.
     """
+    mine = seal(shards)
     if group is None or dist.get_world_size(group) == 1:
-        return [None if shard.whole else local_changes(shard) for shard in shards]
+        return mine
     device = tensors[0].device
-    mine = [None if shard.whole and shard.numel else local_changes(shard) for shard in shards]
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    for p, shard in enumerate(shards):
+        if not shard.numel:  # a rank that owns nothing of a tensor has nothing to be sent whole
+            mine[p] = Changes(nothing, shard.values())
     sizes = [(-1 if m is None else m.indices.numel(), s.start) for m, s in zip(mine, shards, strict=True)]
     sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
     table = sizes.new_empty(dist.get_world_size(group) * sizes.numel())

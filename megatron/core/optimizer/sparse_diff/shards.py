@@ -7,18 +7,26 @@ Every kind answers for a contiguous range of the flat local tensor, empty on ran
 * `DigestShard`: a 64-bit digest, compared at sync; for values that nothing should write. Changed: sent whole.
 * `DenseShard`: nothing; sent whole every time.
 
-A sync *seals* a shard: what has changed so far belongs to it. Steps that follow are recorded apart, so that
-`clear`, on acknowledgement, forgets what was sealed and nothing else. A seal that is never acknowledged is
-merged into the next.
+A sync *seals* its shards: what has changed so far belongs to it. Steps that follow are recorded apart, so
+that `clear`, on acknowledgement, forgets what was sealed and nothing else. A seal that is never acknowledged
+is merged into the next.
 """
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from .bitmask import CANARY, Bitmask, as_bits
+from .bitmask import CANARY, Bitmask, as_bits, expand
 
-__all__ = ["DenseShard", "DigestShard", "HookedShard", "ShadowShard", "Shard"]
+__all__ = ["Changes", "DenseShard", "DigestShard", "HookedShard", "ShadowShard", "Shard", "seal"]
+
+
+class Changes(NamedTuple):
+    """Changed elements of one local tensor: `indices` int64 [count], ascending, and `values` [count]."""
+
+    indices: torch.Tensor
+    values: torch.Tensor
 
 
 class Shard:
@@ -41,6 +49,11 @@ class Shard:
         """Memory kept beside the parameter."""
         return 0
 
+    @property
+    def whole(self) -> bool:
+        """Whether the sealed shard must be sent whole."""
+        return self.invalid is not None
+
     def values(self) -> torch.Tensor:
         """The current values of the range, flat; a view."""
         return self.tensor.detach().view(-1)[self.start : self.end]
@@ -49,26 +62,50 @@ class Shard:
         """Values were replaced unseen: until the next acknowledged sync, everything counts as changed."""
         self.invalid, self._invalid_sealed = reason, False
 
-    @property
-    def whole(self) -> bool:
-        """Whether the shard must be sent whole; known after `seal`."""
-        return self.invalid is not None
-
-    def seal(self) -> None:
-        self.sealed = self._invalid_sealed = True
-
-    def changed(self) -> torch.Tensor:
-        """Indices into the range of what the seal holds, ascending, int64."""
-        raise NotImplementedError
-
     def clear(self) -> None:
         """What was sealed has arrived; without a seal, everything has."""
         if self._invalid_sealed or not self.sealed:
             self.invalid = None
         self.sealed = False
 
-    def everything(self) -> torch.Tensor:
-        return torch.arange(self.numel, dtype=torch.int64, device=self.tensor.device)
+    # The steps of a seal, for many shards at once: see `seal`.
+
+    def probe(self) -> torch.Tensor | None:
+        """A 0-dim integer on the device that the seal has to read."""
+        return None
+
+    def mask(self) -> Bitmask | None:
+        """The changes to be sealed; None where the answer is all or nothing."""
+        return None
+
+    def accept(self, probe: int | None, found: Changes | None) -> None:
+        """What was read: the probe, and the indices into the tensor and values of the mask."""
+        self.sealed = self._invalid_sealed = True
+
+
+def seal(shards: Sequence[Shard]) -> list[Changes | None]:
+    """Seal `shards`; the changes of each, None for one to be sent whole. The host waits once in all."""
+    probes = [shard.probe() for shard in shards]
+    masks = [shard.mask() for shard in shards]
+    masked = [(m, s) for m, s in zip(masks, shards, strict=True) if m is not None]
+    found, read = expand(
+        [mask for mask, _ in masked],
+        [shard.values() for _, shard in masked],
+        [shard.start for _, shard in masked],
+        [probe for probe in probes if probe is not None],
+    )
+    next_found, next_read = iter(found), iter(read)
+    result: list[Changes | None] = []
+    for shard, probe, mask in zip(shards, probes, masks, strict=True):
+        changes = None if mask is None else Changes(*next(next_found))
+        shard.accept(None if probe is None else next(next_read), changes)
+        if shard.whole:
+            changes = None
+        elif changes is None:
+            values = shard.values()[:0]
+            changes = Changes(torch.empty(0, dtype=torch.int64, device=values.device), values)
+        result.append(changes)
+    return result
 
 
 class HookedShard(Shard):
@@ -96,18 +133,22 @@ class HookedShard(Shard):
             self._pending, self.bits = self.bits, Bitmask(self.numel, self.tensor.device)
         self.bits.copy(shard_model.view(-1), shard_main.view(-1))
 
-    def seal(self) -> None:
-        if not self.bits.intact() or (self._pending is not None and not self._pending.intact()):
-            self.invalidate("the memory of its bitmask was lost")
-            self.bits, self._pending = Bitmask(self.numel, self.tensor.device), None
+    def probe(self) -> torch.Tensor:
         if self._pending is not None:
             self.bits.or_(self._pending)
+            # the canary of either tells of both: one allocator holds them
+            self.bits.store[-1:] &= self._pending.store[-1:]
             self._pending = None
-        super().seal()
+        return self.bits.canary
 
-    def changed(self) -> torch.Tensor:
-        bits = self._pending if self._pending is not None else self.bits
-        return self.everything() if self.whole else bits.indices()
+    def mask(self) -> Bitmask | None:
+        return None if self.whole else self.bits
+
+    def accept(self, probe: int | None, found: Changes | None) -> None:
+        if probe != CANARY:
+            self.invalidate("the memory of its bitmask was lost")
+            self.bits = Bitmask(self.numel, self.tensor.device)
+        super().accept(probe, found)
 
     def clear(self) -> None:
         if self._pending is not None:
@@ -122,14 +163,16 @@ class ShadowShard(Shard):
 
     def __init__(self, tensor: torch.Tensor, start: int, end: int) -> None:
         super().__init__(tensor, start, end)
-        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._found: Changes | None = None
         self._take()
 
     def _take(self) -> None:
-        bits = as_bits(self.values())
-        self._store = bits.new_empty(self.numel + 8)
-        self._store[: self.numel] = bits
-        self._store[self.numel :] = CANARY & 0x7F
+        current = as_bits(self.values())
+        size = -(-current.nbytes // 8) * 8
+        self._store = torch.empty(size + 8, dtype=torch.uint8, device=current.device)
+        self._store[size:].view(torch.int64).fill_(CANARY)
+        self._known = self._store[: current.nbytes].view(current.dtype)
+        self._known.copy_(current)
 
     @property
     def nbytes(self) -> int:
@@ -138,25 +181,26 @@ class ShadowShard(Shard):
     def invalidate(self, reason: str) -> None:
         """Nothing to do: the comparison sees replaced values like any other."""
 
-    def seal(self) -> None:
-        super().seal()
-        if not bool((self._store[self.numel :] == CANARY & 0x7F).all()):
-            Shard.invalidate(self, "the memory of its shadow copy was lost")
-            self._take()
-            super().seal()
-        current = as_bits(self.values())
-        changed = (self._store[: self.numel] != current).nonzero().view(-1)
-        self._found = changed, current[changed]
+    def probe(self) -> torch.Tensor:
+        return self._store[-8:].view(torch.int64)[0]
 
-    def changed(self) -> torch.Tensor:
-        return self.everything() if self.whole else self._found[0]
+    def mask(self) -> Bitmask:
+        mask = Bitmask(self.numel, self.tensor.device)
+        mask.compare(self._known, as_bits(self.values()))
+        return mask
+
+    def accept(self, probe: int | None, found: Changes | None) -> None:
+        if probe != CANARY:
+            super().invalidate("the memory of its shadow copy was lost")
+            self._take()
+        self._found = found
+        super().accept(probe, found)
 
     def clear(self) -> None:
         if not self.sealed:
             self._take()
-        else:
-            changed, values = self._found
-            self._store[: self.numel][changed] = values
+        elif not self.whole:  # where the memory was lost, the seal has taken the values
+            self._known[self._found.indices - self.start] = as_bits(self._found.values)
         self._found = None
         super().clear()
 
@@ -168,20 +212,17 @@ class DenseShard(Shard):
     def whole(self) -> bool:
         return True
 
-    def changed(self) -> torch.Tensor:
-        return self.everything()
 
-
-def digest(values: torch.Tensor) -> int:
-    """A 64-bit sum over the positions and bits of flat `values`, independent of the order of work."""
-    total = 0
+def digest(values: torch.Tensor) -> torch.Tensor:
+    """A 64-bit sum over positions and bits of flat `values`, in any order of work; 0-dim int64."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, values.numel(), 1 << 22):
         bits = as_bits(values[start : start + (1 << 22)]).to(torch.int64)
         mixed = bits + torch.arange(start, start + bits.numel(), device=bits.device) * -0x61C8864680B583EB
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
             mixed = (mixed ^ (mixed >> shift)) * factor
-        total += int((mixed ^ (mixed >> 31)).sum())
-    return total & 0xFFFFFFFFFFFFFFFF
+        total += (mixed ^ (mixed >> 31)).sum()
+    return total
 
 
 class DigestShard(Shard):
@@ -189,7 +230,7 @@ class DigestShard(Shard):
 
     def __init__(self, tensor: torch.Tensor, start: int, end: int) -> None:
         super().__init__(tensor, start, end)
-        self._known = self._found = digest(self.values())
+        self._known = self._found = int(digest(self.values()))
 
     @property
     def nbytes(self) -> int:
@@ -202,15 +243,15 @@ class DigestShard(Shard):
     def whole(self) -> bool:
         return self._found != self._known
 
-    def seal(self) -> None:
-        self._found = digest(self.values())
-        super().seal()
+    def probe(self) -> torch.Tensor:
+        return digest(self.values())
 
-    def changed(self) -> torch.Tensor:
-        return self.everything() if self.whole else self.everything()[:0]
+    def accept(self, probe: int | None, found: Changes | None) -> None:
+        self._found = probe
+        super().accept(probe, found)
 
     def clear(self) -> None:
         if not self.sealed:
-            self._found = digest(self.values())
+            self._found = int(digest(self.values()))
         self._known = self._found
         super().clear()

@@ -1,0 +1,227 @@
+"""What knowing the changed elements costs, on one GPU, against the plain copy in the same run.
+
+    python benchmarks/bench_sparse_diff.py            # 2^30 elements, 1 % and 0.1 % changed, and all of them
+
+Times are medians of device events. Bits are zeroed between repetitions, outside the timed region, and the
+source alternates between two tensors that differ in the given share of elements, so that every repetition
+does the work of a first one. Results are checked against a comparison of whole copies before anything is
+timed.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import triton
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "build/tree"))
+
+from megatron.core.optimizer.sparse_diff import kernels, sparse_diff_context  # noqa: E402
+from megatron.core.optimizer.sparse_diff.context import bind  # noqa: E402
+from megatron.core.optimizer.sparse_diff.shards import HookedShard, seal  # noqa: E402
+from megatron.core.package_info import __version__  # noqa: E402
+
+STORES = {"all": 0, "changed": 1, "adaptive": 2}
+
+
+def median_ms(work, prepare=lambda i: None, repeats=15):
+    """Median milliseconds of `work(i)` on the device; `prepare(i)` runs before it, untimed."""
+    times = []
+    for i in range(repeats + 3):
+        prepare(i)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work(i)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+class Rows(list):
+    def add(self, case, metric, value, unit, reference=None, limit=None):
+        ratio = None if reference is None else value / reference
+        self.append(
+            {"case": case, "metric": metric, "value": value, "unit": unit, "reference": reference,
+             "ratio": ratio, "limit": limit}
+        )  # fmt: skip
+        told = "" if ratio is None else f"  {ratio:.3f}x"
+        told += "" if limit is None else f"  (limit {limit:.3f}x)"
+        print(f"{case:28} {metric:34} {value:10.3f} {unit}{told}", flush=True)
+
+
+def one_tensor(rows, numel, share):
+    case = f"2^{numel.bit_length() - 1} elements, {share:.1%} changed"
+    gen = torch.Generator(device="cuda").manual_seed(1)
+    mains = [torch.randn(numel, generator=gen, device="cuda")]
+    mains.append(mains[0].clone())
+    for begin in range(0, numel, 1 << 28):
+        part = mains[1][begin : begin + (1 << 28)]
+        part[torch.rand(part.shape, generator=gen, device="cuda") < share] += 1.0
+    model = mains[0].bfloat16()
+    words = torch.zeros(-(-numel // 32), dtype=torch.int32, device="cuda")
+    probe = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    before = model.clone()
+    kernels.capture(model, mains[1], words)
+    [(indices, values)], _ = kernels.expand([words], [model], [0], probe)
+    expected = (before.view(torch.int16) != mains[1].bfloat16().view(torch.int16)).nonzero().view(-1)
+    if not (torch.equal(indices, expected) and torch.equal(values, model[indices])):
+        raise AssertionError(f"{case}: the bitmask is not the comparison")
+    if not torch.equal(model.view(torch.int16), mains[1].bfloat16().view(torch.int16)):
+        raise AssertionError(f"{case}: the captured copy is not the copy")
+    changed = indices.numel()
+    del before, expected, indices, values
+
+    plain = median_ms(lambda i: model.copy_(mains[i % 2]))
+    rows.add(case, "plain copy_", plain, "ms")
+
+    def snapshot(i):
+        old = model.clone()
+        model.copy_(mains[i % 2])
+        (old.view(torch.int16) != model.view(torch.int16)).nonzero()
+
+    rows.add(case, "snapshot + compare + nonzero", median_ms(snapshot, repeats=7), "ms", plain)
+    for name, store in STORES.items():
+        taken = median_ms(
+            lambda i, store=store: kernels.capture(model, mains[i % 2], words, store), lambda i: words.zero_()
+        )
+        rows.add(case, f"capture, stores {name}", taken, "ms", plain, 8.125 / 6)
+
+    def expand(i):
+        return kernels.expand([words], [model], [0], probe)
+
+    def refill(i):
+        words.zero_()
+        kernels.capture(model, mains[i % 2], words)
+
+    refill(0), refill(1)
+    # words twice, indices and values written, a 32-byte sector read per value at most
+    least = (2 * words.nbytes + changed * (8 + 2 + 2)) / 1e9
+    rows.add(case, "expand (with values)", median_ms(expand), "ms", plain)
+
+    def capture_and_expand(i):
+        kernels.capture(model, mains[i % 2], words)
+        expand(i)
+
+    both = median_ms(capture_and_expand, lambda i: words.zero_())
+    rows.add(case, "capture + expand", both, "ms", plain)
+    rows.add(case, "bytes that expand must move", least, "GB")
+    rows.add(case, "bitmask memory", words.nbytes / model.nbytes, "of the bf16 shard", None, 1 / 16)
+
+
+def qwen3_8b_pieces(parts=8):
+    """Element counts of Qwen3-8B's tensors as Megatron fuses them, each cut over `parts` ranks."""
+    hidden, ffn, vocabulary, layers = 4096, 12288, 151936, 36
+    layer = [
+        hidden * (32 + 2 * 8) * 128,
+        hidden * hidden,
+        2 * hidden * ffn,
+        hidden * ffn,
+        hidden,
+        hidden,
+        128,
+        128,
+    ]
+    return [-(-n // parts) for n in [hidden * vocabulary, *layer * layers, hidden, hidden * vocabulary]]
+
+
+def whole_step(rows):
+    case = "AdamW step, Qwen3-8B over 8"
+    sizes = qwen3_8b_pieces()
+    gen = torch.Generator(device="cuda").manual_seed(2)
+    params = [
+        torch.nn.Parameter(0.02 * torch.randn(n, generator=gen, device="cuda").bfloat16()) for n in sizes
+    ]
+    mains = [p.detach().float().requires_grad_() for p in params]
+    for main in mains:
+        main.grad = torch.randn(main.shape, generator=gen, device="cuda")
+    optimizer = torch.optim.AdamW(mains, lr=1e-6, fused=True)
+    shards = [p.detach().view(-1) for p in params]
+
+    @torch.no_grad()
+    def step(i):
+        optimizer.step()
+        for shard, main in zip(shards, mains, strict=True):
+            with sparse_diff_context(shard, main) as copy:
+                copy()
+
+    plain = median_ms(step)
+    rows.add(case, "without", plain, "ms")
+    held = [HookedShard(p, 0, p.numel()) for p in params]
+    for shard, param, main in zip(held, params, mains, strict=True):
+        bind(shard, param, main)
+    rows.add(case, "with the bitmask", median_ms(step), "ms", plain, 1.02)
+    changed = sum(c.indices.numel() for c in seal(held))
+    rows.add(case, "changed over these steps", changed / sum(sizes), "of the elements")
+    rows.add(case, "seal: indices and values of all", median_ms(lambda i: seal(held), repeats=5), "ms", plain)
+
+
+def host_to_device(rows, numel=1 << 28):
+    case = "2^28 elements from the host"
+    model = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    mains = [torch.randn(numel).pin_memory() for _ in range(2)]
+    shard = HookedShard(torch.nn.Parameter(model), 0, numel)
+    plain = median_ms(lambda i: model.copy_(mains[i % 2], non_blocking=True), repeats=5)
+    rows.add(case, "plain copy_, pinned fp32", plain, "ms")
+    ours = median_ms(lambda i: shard.copy_captured(model, mains[i % 2], True), repeats=5)
+    rows.add(case, "transfer, then capture", ours, "ms", plain)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--log2-elements", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_sparse_diff measures a GPU, and there is none here")
+    gpu = torch.cuda.get_device_name()
+    rows = Rows()
+    for share in (0.01, 0.001, 1.0):
+        one_tensor(rows, 1 << options.log2_elements, share)
+        torch.cuda.empty_cache()
+    host_to_device(rows)
+    whole_step(rows)
+
+    folder = options.out / gpu.replace(" ", "-") / __version__
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {
+        "gpu": gpu,
+        "versions": {
+            "megatron-core": __version__, "torch": torch.__version__, "triton": triton.__version__,
+            "cuda": torch.version.cuda, "python": platform.python_version(),
+        },
+        "command": " ".join(["python", "benchmarks/bench_sparse_diff.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "rows": rows,
+    }  # fmt: skip
+    path = folder / "sparse_diff.json"
+    if path.exists():
+        sys.exit(f"{path} exists; a result file is never edited: raise the version, or give --out")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    lines = [
+        f"# sparse diff on {gpu}",
+        "",
+        "| case | metric | value | ratio | limit |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio, limit = ("" if row[k] is None else f"{row[k]:.3f}" for k in ("ratio", "limit"))
+        lines.append(
+            f"| {row['case']} | {row['metric']} | {row['value']:.3f} {row['unit']} | {ratio} | {limit} |"
+        )
+    lines += ["", ", ".join(f"{k} {v}" for k, v in result["versions"].items()), f"`{result['command']}`"]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("wrote", path)
+
+
+if __name__ == "__main__":
+    main()
