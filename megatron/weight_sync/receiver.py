@@ -182,10 +182,10 @@ class Receiver:
             self._together(lambda: self._write(writes, done, manifest))
             wrong = self._wrong(expected)
         except BaseException:
-            self._together(lambda: self._undo(done, manifest))
+            self._take_back(done, manifest)
             raise
         if wrong or total(expected) != manifest.fingerprint:
-            self._together(lambda: self._undo(done, manifest))
+            self._take_back(done, manifest)
             raise self._mismatch(wrong, manifest)
         self.model_id, self.lineage, self.version = manifest.model_id, manifest.lineage, manifest.version
         self._expected = expected
@@ -319,18 +319,22 @@ class Receiver:
             done.append(write)
             _store(write, write.new)
 
-    def _undo(self, done: list[_Write], manifest: Manifest) -> None:
+    def _take_back(self, done: list[_Write], manifest: Manifest) -> None:
+        """Undo on every rank; where that fails on any, all are poisoned."""
         try:
-            for write in reversed(done):
-                if write.old is None:
-                    raise RuntimeError("replaced values were not kept (keep_undo=False)")
-                _store(write, write.old)
+            self._together(lambda: self._undo(done))
         except BaseException as error:
             self.poisoned = True
             raise ReceiverPoisoned(
-                f"version {manifest.version} failed half-way and could not be taken back "
-                f"({error}): dense sync needed"
+                f"version {manifest.version} failed half-way and could not be taken back ({error}): "
+                "dense sync needed"
             ) from error
+
+    def _undo(self, done: list[_Write]) -> None:
+        for write in reversed(done):
+            if write.old is None:
+                raise RuntimeError("replaced values were not kept (keep_undo=False)")
+            _store(write, write.old)
 
     def _mismatch(self, wrong: list[str], manifest: Manifest) -> Exception:
         """After an undo: were the weights right before? If not, something else has written to them."""

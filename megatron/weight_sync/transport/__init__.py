@@ -1,0 +1,2 @@
+"""Ways for payloads to travel: a torch.distributed group, a directory or object store, CUDA IPC on one
+GPU."""

@@ -1,0 +1,148 @@
+"""Payloads over a torch.distributed group (NCCL or gloo): one sending rank, the other ranks receive.
+
+Every call of :class:`CollectiveTransport` on the sending rank meets one :meth:`CollectiveReceiver.serve` on
+each other rank of the group. A payload for all receivers is broadcast; one for some of them is sent to those
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from megatron.weight_sync.payload import Payload
+from megatron.weight_sync.receiver import Receiver
+from megatron.weight_sync.sender import Ack
+from megatron.weight_sync.transport import answers
+
+_CLOSE, _DELIVER, _STATUS = 0, 1, 2
+_ANSWER = 2048  # bytes per rank
+
+
+class _Member:
+    def __init__(self, group, device: str, source: int):
+        self.group, self.device = group, device
+        self.rank, self.size, self.source = dist.get_rank(group), dist.get_world_size(group), source
+        self.source_global = dist.get_global_rank(group, source) if group is not None else source
+
+    def announce(self, row: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(row, src=self.source_global, group=self.group)
+        return row
+
+    def peer(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank) if self.group is not None else rank
+
+    def collect(self, mine: bytes) -> list[bytes]:
+        """Every rank's answer, on every rank."""
+        row = torch.zeros(_ANSWER, dtype=torch.uint8, device=self.device)
+        if mine:
+            row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row, group=self.group)
+        return [r.cpu().numpy().tobytes().rstrip(b"\0") for r in rows]
+
+
+class CollectiveTransport(_Member):
+    """The sending rank's side.
+
+    Args:
+        ranks: receiver id → its rank in the group.
+        group: torch.distributed group; None is the whole world.
+        device: where the backend wants tensors: "cuda" for NCCL.
+    """
+
+    def __init__(self, ranks: Mapping[str, int], group=None, device: str = "cpu"):
+        super().__init__(group, device, dist.get_rank(group))
+        self.ranks = dict(ranks)
+        odd = {
+            name: rank for name, rank in self.ranks.items() if rank == self.rank or not 0 <= rank < self.size
+        }
+        if odd:
+            raise ValueError(f"receivers are other ranks of the group of {self.size}, got {odd}")
+
+    def deliver(self, payload: Payload, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
+        names = list(receiver_ids)
+        containers = [piece.to(self.device) for piece in payload.containers()]
+        everyone = self._call(_DELIVER, names, len(containers))
+        sizes = torch.tensor([piece.numel() for piece in containers], dtype=torch.int64, device=self.device)
+        self.announce(sizes)
+        for piece in containers:
+            if everyone:
+                self.announce(piece)
+                continue
+            for name in names:
+                dist.send(piece, dst=self.peer(self.ranks[name]), group=self.group)
+        return self._answers(names)
+
+    def statuses(self, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
+        names = list(receiver_ids)
+        self._call(_STATUS, names, 0)
+        return self._answers(names)
+
+    def close(self) -> None:
+        """Let every :meth:`CollectiveReceiver.serve_forever` return."""
+        self._call(_CLOSE, [], 0)
+
+    def _call(self, what: int, names: list[str], count: int) -> bool:
+        """Announce a call; returns whether the payload goes to every other rank."""
+        called = {self.ranks[name] for name in names}
+        everyone = len(called) == self.size - 1
+        row = [what, count, int(everyone), *(int(rank in called) for rank in range(self.size))]
+        self.announce(torch.tensor(row, dtype=torch.int64, device=self.device))
+        return everyone
+
+    def _answers(self, names: list[str]) -> dict[str, Ack | Exception]:
+        rows = self.collect(b"")
+        return {name: answers.decode(rows[self.ranks[name]]) for name in names}
+
+
+class CollectiveReceiver(_Member):
+    """A receiving rank's side.
+
+    Args:
+        receiver: applies what arrives.
+        source: the sending rank in the group.
+    """
+
+    def __init__(self, receiver: Receiver, source: int = 0, group=None, device: str = "cpu"):
+        super().__init__(group, device, source)
+        self.receiver = receiver
+
+    def serve(self) -> Ack | Exception | None:
+        """Take part in one call of the sender.
+
+        Returns:
+            what this rank answered; None when the call was not for it, or the sender has closed.
+        """
+        return self._serve()[1]
+
+    def serve_forever(self) -> None:
+        """Serve until the sender closes."""
+        while self._serve()[0]:
+            pass
+
+    def _serve(self) -> tuple[bool, Ack | Exception | None]:
+        row = self.announce(torch.zeros(3 + self.size, dtype=torch.int64, device=self.device)).tolist()
+        what, count, everyone, called = row[0], row[1], bool(row[2]), bool(row[3 + self.rank])
+        if what == _CLOSE:
+            return False, None
+        containers = []
+        if what == _DELIVER:
+            sizes = self.announce(torch.zeros(count, dtype=torch.int64, device=self.device)).tolist()
+            for size in sizes if everyone or called else ():
+                piece = torch.empty(size, dtype=torch.uint8, device=self.device)
+                if everyone:
+                    self.announce(piece)
+                else:
+                    dist.recv(piece, src=self.source_global, group=self.group)
+                containers.append(piece)
+        answer: Ack | Exception | None = None
+        if called:
+            try:
+                answer = self.receiver.apply(containers) if what == _DELIVER else self.receiver.status()
+            except Exception as error:
+                answer = error
+        self.collect(answers.encode(answer, _ANSWER) if answer is not None else b"")
+        return True, answer
