@@ -51,6 +51,8 @@ class TreeBatch:
     """int64 [M], packed tokens that have a source, ordered by it."""
     target_start_T: torch.Tensor
     """int32 [T + 1]: target_M[target_start_T[s]:target_start_T[s + 1]] are the targets of source s."""
+    distinct_targets: bool
+    """No source has two targets of the same token; they can have where identity keys tell them apart."""
     branches_T: torch.Tensor
     """int32 [T], trajectories through each packed token; 0 for padding."""
     index_L: torch.Tensor
@@ -141,6 +143,10 @@ class TreeBatch:
         target = has_source[np.argsort(source[has_source], kind="stable")]
         per_source = np.bincount(source[has_source], minlength=padded)
         target_start = np.concatenate([[0], np.cumsum(per_source)])
+        distinct = True
+        if checked and checked[0].identity is not None:
+            pairs = np.stack([source[target], tokens[target]])
+            distinct = np.unique(pairs, axis=1).shape[1] == target.size
 
         def put(array, dtype):
             return torch.as_tensor(array, dtype=dtype).to(device)
@@ -172,6 +178,7 @@ class TreeBatch:
             source_T=put(source, torch.int64),
             target_M=put(target, torch.int64),
             target_start_T=put(target_start, torch.int32),
+            distinct_targets=distinct,
             branches_T=put(branches, torch.int32),
             index_L=put(packed.index_L, torch.int64),
             lengths=np.diff(packed.offsets).tolist(),

@@ -1,0 +1,92 @@
+"""Where benchmark figures go: results/<gpu>/<version>/<op>.json, and the same as a Markdown table beside
+it."""
+
+import datetime
+import json
+import platform
+import re
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def device_name():
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}"
+
+
+def milliseconds(run, repeats=10, warmup=3):
+    """Median time of a call: device events on CUDA, the wall clock otherwise."""
+    import time
+
+    for _ in range(warmup):
+        run()
+    times = []
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begin = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - begin))
+    return sorted(times)[len(times) // 2]
+
+
+class Recording:
+    """Rows {case, metric, value, unit, reference, ratio, limit}, printed as they come and written at the end.
+
+    reference: the figure that `ratio` is against, from the same run. limit: the bound by bytes or FLOPs.
+    """
+
+    def __init__(self, operation):
+        self.operation, self.rows = operation, []
+
+    def add(self, case, metric, value, unit, reference=None, ratio=None, limit=None):
+        row = dict(
+            case=case, metric=metric, value=value, unit=unit, reference=reference, ratio=ratio, limit=limit
+        )
+        self.rows.append(row)
+        print(" ".join(f"{k}={_short(v)}" for k, v in row.items() if v is not None), flush=True)
+
+    def write(self):
+        """Never over an earlier result: a new run of the same version gets a number."""
+        versions = {"python": platform.python_version()}
+        for name in ("torch", "triton", "megatron-core", "transformer-engine", "flash-attn-4", "numpy"):
+            try:
+                versions[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        gpu = device_name()
+        import megatron.core
+
+        folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / megatron.core.__version__
+        folder.mkdir(parents=True, exist_ok=True)
+        number, path = 1, folder / f"{self.operation}.json"
+        while path.exists():
+            number += 1
+            path = folder / f"{self.operation}-{number}.json"
+        command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        head = dict(gpu=gpu, versions=versions, command=command, date=date)
+        path.write_text(json.dumps({**head, "rows": self.rows}, indent=1) + "\n")
+        columns = ["case", "metric", "value", "unit", "reference", "ratio", "limit"]
+        lines = [f"{gpu}, {date}, `{command}`", "", ", ".join(f"{k} {v}" for k, v in versions.items()), ""]
+        lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        lines += ["| " + " | ".join(_short(row[c]) for c in columns) + " |" for row in self.rows]
+        path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        print(f"wrote {path}")
+
+
+def _short(value):
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
