@@ -112,6 +112,18 @@ def test_unpack_sums_gradients_and_keeps_rows():
         batch.unpack(values[1:])
 
 
+def test_plain_varlen_parameters():
+    sequences = [[*PROMPT, 7, 8], [*PROMPT, 9], [5]]
+    linear = made(sequences, pad_to_multiple_of=8, share_prefixes=False)
+    params = linear.varlen_packed_seq_params()
+    assert params.tree_metadata is None and params.cu_seqlens_q.tolist() == [0, 6, 11, 12, 16]
+    assert params.max_seqlen_q == params.max_seqlen_kv == 6 and params.cu_seqlens_kv is params.cu_seqlens_q
+    with pytest.raises(
+        ValueError, match=r"3 trajectories of 12 tokens are packed as 3 nodes of 7: .*share_prefixes"
+    ):
+        made(sequences).varlen_packed_seq_params()
+
+
 def test_pack_values_inverts_unpack():
     batch = made([[*PROMPT, 7, 8], [*PROMPT, 9], PROMPT[:2]], pad_to_multiple_of=8)
     packed = torch.randn(8, 2)

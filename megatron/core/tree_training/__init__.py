@@ -1,6 +1,7 @@
 """Trajectories that share prefixes, trained as one packed tree with the gradients of the linear layout."""
 
 from megatron.core.tree_training.batch import StepTotals, TreeBatch
+from megatron.core.tree_training.estimate import SharingEstimate, share_or_not
 from megatron.core.tree_training.log_probs import entropy, log_probs, log_probs_and_entropy
 from megatron.core.tree_training.plan import MicroBatchPlan, plan_micro_batches
 from megatron.core.tree_training.records import read_jsonl, trajectories_from_records
@@ -8,6 +9,7 @@ from megatron.core.tree_training.trajectory import Trajectory
 
 __all__ = [
     "MicroBatchPlan",
+    "SharingEstimate",
     "StepTotals",
     "Trajectory",
     "TreeBatch",
@@ -16,5 +18,6 @@ __all__ = [
     "log_probs_and_entropy",
     "plan_micro_batches",
     "read_jsonl",
+    "share_or_not",
     "trajectories_from_records",
 ]

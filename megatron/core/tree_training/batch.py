@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.tree_metadata import TreeMetadata
-from megatron.core.tree_training import trie
+from megatron.core.tree_training import partition, trie
 from megatron.core.tree_training.trajectory import check_all
 
 
@@ -69,6 +69,8 @@ class TreeBatch:
     """Largest token id, known on the host; -1 without trajectories."""
     packed_tokens: int
     """Tokens of the trie, without padding."""
+    attended_pairs: int
+    """(query, key) pairs that attention visits for them."""
     num_loss_tokens: int
     """Linear tokens whose loss mask is 1: a shared token counts once for every trajectory that trains on
     it."""
@@ -187,6 +189,7 @@ class TreeBatch:
             trajectory_values=trajectory_values,
             max_token=int(tokens_L.max()) if tokens_L.size else -1,
             packed_tokens=num_packed,
+            attended_pairs=partition.attended_pairs(order),
             num_loss_tokens=num_loss_tokens,
             trajectory_ids=list(range(len(checked))) if trajectory_ids is None else list(trajectory_ids),
             totals=totals or StepTotals(1, 1, num_loss_tokens, len(checked)),
@@ -245,6 +248,32 @@ class TreeBatch:
     def values(self):
         """Per-token values by name: a list with one tensor [length, ...] for each trajectory."""
         return {name: self.split(value) for name, value in self.values_L.items()}
+
+    def varlen_packed_seq_params(self):
+        """Ordinary packed parameters, without tree metadata: one sequence for each trajectory, padding as the
+        last.
+
+        For a batch that shares nothing (share_prefixes=False): the plain varlen layout of any attention
+        backend.
+
+        Raises:
+            ValueError: trajectories share tokens.
+        """
+        metadata = self.tree_metadata
+        if metadata.num_nodes != self.num_trajectories or self.linear_tokens != self.packed_tokens:
+            raise ValueError(
+                f"{self.num_trajectories} trajectories of {self.linear_tokens} tokens are packed "
+                f"as {metadata.num_nodes} nodes of {self.packed_tokens}: make the batch with "
+                "share_prefixes=False"
+            )
+        longest = max([*self.lengths, self.padded_size - self.packed_tokens])
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=metadata.cu_node_lens,
+            cu_seqlens_kv=metadata.cu_node_lens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
 
     def split(self, values_L):
         """Cut a tensor in the linear layout [L, ...] into one view [length, ...] for each trajectory."""
