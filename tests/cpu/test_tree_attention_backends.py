@@ -227,3 +227,19 @@ def test_optional_packages_stay_optional():
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=env, timeout=120)
+
+
+def test_the_configuration_and_the_command_line_name_every_backend():
+    import argparse
+    import typing
+
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    field = TransformerConfig.__dataclass_fields__["tree_attention_backend"]
+    assert field.default == "auto" and set(typing.get_args(field.type)) == {"auto", *BACKENDS}
+    parser = argparse.ArgumentParser()
+    others = [name for name in TransformerConfig.__dataclass_fields__ if name != "tree_attention_backend"]
+    ArgumentGroupFactory(TransformerConfig, exclude=others).build_group(parser, "transformer")
+    assert parser.parse_args([]).tree_attention_backend == "auto"
+    assert parser.parse_args(["--tree-attention-backend", "flex"]).tree_attention_backend == "flex"

@@ -63,6 +63,7 @@ MODELS = {
     "gqa-tied": dict(model={}, tied=True),
     "gqa-learned-positions": dict(model={}, embedding="learned_absolute"),
     "gqa-qk-norm-interleaved-rope": dict(model=dict(qk_layernorm=True, rotary_interleaved=True)),
+    "mqa": dict(model=dict(num_query_groups=1)),
     "gqa-window": dict(model=dict(window_size=(3, 0), window_attn_skip_freq=2)),
     "gqa-learnable-sink": dict(model=dict(softmax_type="learnable")),
     "gqa-off-by-one": dict(model=dict(softmax_type="off-by-one")),
@@ -95,6 +96,35 @@ def test_recompute(world, name, recompute):
     assert_equal(worst(world, 1, {}, branches=5, **case), TOLERANCE[name])
 
 
+def bf16_noise(model):
+    """Distance of all gradients (and logits) from float64: of bf16 trees, and of bf16 branches."""
+    from tests.dist import tree_against_branches as t
+    from tests.dist.small_gpt import build, config
+
+    with parallel():
+        trees = t.make_trees(5, count=2)
+        found = {}
+        for name, run, dtype in (
+            ("exact", t.run_branches, torch.float64),
+            ("trees", t.run_trees, torch.bfloat16),
+            ("branches", t.run_branches, torch.bfloat16),
+        ):
+            cfg = config(params_dtype=dtype, num_layers=2, **model)
+            gradients, logits, _ = run(t.Side(cfg, build(cfg)), trees)
+            found[name] = [torch.cat([v.double().flatten() for v in d.values()]) for d in (gradients, logits)]
+        return {
+            name: [float((a - b).norm() / b.norm()) for a, b in zip(found[name], found["exact"], strict=True)]
+            for name in ("trees", "branches")
+        }
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_bf16_trees_are_no_further_from_float64_than_bf16_branches(world, name):
+    [noise] = world(1, bf16_noise, MODELS[name]["model"])
+    for trees, branches in zip(noise["trees"], noise["branches"], strict=True):
+        assert 1e-4 < trees < 1.25 * branches < 0.1  # one draw of rounding noise each
+
+
 LAYOUTS = {
     "tp2": (2, dict(tp=2), {}),
     "tp2-sp": (2, dict(tp=2), dict(sequence_parallel=True)),
@@ -105,7 +135,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["gqa", "gqa-tied", "mla", "moe", "hybrid"])
+@pytest.mark.parametrize("name", ["gqa", "gqa-tied", "mqa", "mla", "moe", "hybrid"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parallel(world, layout, name):
     size, groups, model = LAYOUTS[layout]

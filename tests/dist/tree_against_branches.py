@@ -70,6 +70,12 @@ def grow(seed, branches):
     return parents, lengths, paths
 
 
+def here():
+    """This rank's GPU, or the CPU under the cpu runtime."""
+    device = torch.cuda.current_device()
+    return device if isinstance(device, torch.device) else torch.device("cuda", device)
+
+
 def make_trees(branches, count, multiple=1, seed=0):
     """``count`` trees, padded to one length that has at least three padding tokens."""
     grown = [grow(100 * branches + 10 * seed + i, branches) for i in range(count)]
@@ -80,8 +86,8 @@ def make_trees(branches, count, multiple=1, seed=0):
     for parents, lengths, paths in grown:
         tokens = torch.randint(0, small_gpt.VOCAB, (size,), generator=generator)
         weights = [torch.rand(len(p) - 1, generator=generator, dtype=torch.float64) for p in paths]
-        metadata = TreeMetadata.from_nodes(parents, lengths, padded_size=size)
-        trees.append(Tree(metadata, tokens, paths, weights))
+        metadata = TreeMetadata.from_nodes(parents, lengths, padded_size=size, device=here())
+        trees.append(Tree(metadata, tokens.to(here()), paths, [w.to(here()) for w in weights]))
     return trees
 
 
@@ -148,7 +154,7 @@ class Side:
     def __init__(self, cfg, chunks):
         self.cfg = cfg
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False, use_distributed_optimizer=False)
-        self.chunks = [DistributedDataParallel(cfg, ddp, chunk) for chunk in chunks]
+        self.chunks = [DistributedDataParallel(cfg, ddp, chunk.to(here())) for chunk in chunks]
         cfg.finalize_model_grads_func = finalize_model_grads
         cfg.grad_scale_func = None
         self.logits, self.loss = {}, 0.0
@@ -213,12 +219,12 @@ def run_trees(side, trees, alter=None):
 def run_branches(side, trees, multiple=1):
     length = max(len(path) for tree in trees for path in tree.paths)
     length += -length % multiple
-    mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
-    positions = torch.arange(length)[None]
+    mask = torch.triu(torch.ones(length, length, dtype=torch.bool, device=here()), 1)[None, None]
+    positions = torch.arange(length, device=here())[None]
 
     def forward_step(iterator, model):
         index, tree = next(iterator)
-        tokens = torch.zeros(len(tree.paths), length, dtype=torch.int64)
+        tokens = torch.zeros(len(tree.paths), length, dtype=torch.int64, device=here())
         for row, path in enumerate(tree.paths):
             tokens[row, : len(path)] = tree.tokens[path]
         output = model(tokens, positions.expand(len(tokens), -1), mask)
