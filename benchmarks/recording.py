@@ -44,13 +44,16 @@ def milliseconds(run, repeats=10, warmup=3):
 class Recording:
     """Rows {case, metric, value, unit, reference, ratio, limit}, printed as they come and written at the end.
 
-    reference: the figure that `ratio` is against, from the same run. limit: the bound by bytes or FLOPs.
+    reference: the figure that `ratio` is against, from the same run, or its name. limit: the bound by bytes
+    or FLOPs.
     """
 
     def __init__(self, operation):
         self.operation, self.rows = operation, []
 
     def add(self, case, metric, value, unit, reference=None, ratio=None, limit=None):
+        if ratio is None and isinstance(reference, int | float):
+            ratio = value / reference
         row = dict(
             case=case, metric=metric, value=value, unit=unit, reference=reference, ratio=ratio, limit=limit
         )

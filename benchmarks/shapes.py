@@ -105,6 +105,7 @@ def stats(nodes):
         "leaves": len(leaves),
         "packed tokens": packed,
         "linear tokens": linear,
+        "pairs": pairs,
         "token ratio": linear / packed,
         "pair ratio": linear_pairs / pairs,
         "max depth": max(leaves),

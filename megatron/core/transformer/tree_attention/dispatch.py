@@ -71,6 +71,7 @@ def tree_attention(
         window=window,
         sink=sink,
         softcap=softcap,
+        deterministic=case.deterministic,
     )
 
 
@@ -97,7 +98,9 @@ def select_backend(backend: str, case: TreeAttentionCase) -> str:
                 + (f"Backends that can: {', '.join(able)}." if able else f"No other can: {_listed(reasons)}.")
             )
         return backend
-    if case.device_type != "cpu":
+    if case.device_type == "cpu":
+        reasons["flex"] = "on CPU it runs uncompiled, no better than reference: choose it by name"
+    else:
         reasons["reference"] = "its dense mask takes O(T^2) memory: choose it by name for a small pack"
     for name in BACKENDS:
         if reasons[name] is None:
@@ -142,7 +145,15 @@ def tree_core_attention(
         return None
     refusals.refuse_low_precision_attention(config, chosen)
     output = _module(chosen).attend(
-        query, key, value, metadata, softmax_scale=_scale(attention), window=window, sink=sink, softcap=None
+        query,
+        key,
+        value,
+        metadata,
+        softmax_scale=_scale(attention),
+        window=window,
+        sink=sink,
+        softcap=None,
+        deterministic=case.deterministic,
     )
     return output.reshape(output.shape[0], -1)
 

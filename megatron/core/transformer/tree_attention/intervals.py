@@ -32,6 +32,15 @@ class BlockLists:
     full_count: torch.Tensor
     full_index: torch.Tensor
 
+    def all_partial(self) -> BlockLists:
+        """The same blocks, every one of them partial: for masks that hide more than the tree does."""
+        columns = self.partial_index.shape[1]
+        place = torch.arange(columns, device=self.partial_index.device)
+        chosen = torch.zeros_like(self.partial_index, dtype=torch.bool)
+        for count, index in ((self.partial_count, self.partial_index), (self.full_count, self.full_index)):
+            chosen |= torch.zeros_like(chosen).scatter(1, index.long(), place < count[:, None])
+        return BlockLists(*_compact(chosen), *_compact(torch.zeros_like(chosen)))
+
 
 def block_lists(
     metadata: TreeMetadata, q_block: int, k_block: int, *, transposed: bool = False
