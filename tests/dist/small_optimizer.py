@@ -30,8 +30,13 @@ class Weights(MegatronModule):
         return x
 
 
-def build(dtype=torch.bfloat16, distributed=True, bucket_size=None, lr=1e-3, config=(), ddp=(), **weights):
-    """`(chunk, optimizer)`: DDP over `Weights`, and the optimizer of `get_megatron_optimizer`."""
+def build(
+    dtype=torch.bfloat16, distributed=True, bucket_size=None, lr=1e-3, config=(), ddp=(), forced=(), **weights
+):
+    """`(chunk, optimizer)`: DDP over `Weights`, and the optimizer of `get_megatron_optimizer`.
+
+    `config` and `ddp` are further fields of the configurations, `forced` ones set past their validation.
+    """
     transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, bucket_size=bucket_size, grad_reduce_in_fp32=True, **dict(ddp)
@@ -39,19 +44,19 @@ def build(dtype=torch.bfloat16, distributed=True, bucket_size=None, lr=1e-3, con
     chunk = DistributedDataParallel(transformer, ddp_config, Weights(transformer, dtype, **weights))
     chunk.broadcast_params()
     half = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(dtype, {})
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=lr,
-            weight_decay=0.01,
-            clip_grad=0.0,
-            params_dtype=dtype,
-            use_distributed_optimizer=distributed,
-            **half,
-            **dict(config),
-        ),
-        [chunk],
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        weight_decay=0.01,
+        clip_grad=0.0,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+        **half,
+        **dict(config),
     )
+    for name, value in dict(forced).items():
+        setattr(optimizer_config, name, value)
+    optimizer = get_megatron_optimizer(optimizer_config, [chunk])
     return chunk, optimizer
 
 

@@ -88,25 +88,99 @@ def test_gather_to_one_rank_and_its_errors(world):
     assert equal and count > 20
 
 
-def _grid(tp, experts, ep):
+def _grid(tp, pp, experts, ep):
     from megatron.core.optimizer.sparse_diff import attach
 
-    with parallel(tp=tp, ep=ep):
+    with parallel(tp=tp, pp=pp, ep=ep):
         chunk, optimizer = build(experts=experts)
         found = _follow(chunk, optimizer, attach(optimizer), versions=2)
         groups = [d for leaf in optimizer.chained_optimizers for d in [leaf.data_parallel_group.size()]]
         return groups, found
 
 
-@pytest.mark.parametrize("tp, experts, ep, groups", [(2, 0, 1, [2]), (1, 2, 2, [4, 2]), (1, 1, 1, [4, 4])])
-def test_tensor_and_expert_data_parallel(world, tp, experts, ep, groups):
-    results = world(4, _grid, tp, experts, ep)
+@pytest.mark.parametrize(
+    "tp, pp, experts, ep, groups",
+    [(2, 1, 0, 1, [2]), (1, 2, 0, 1, [2]), (1, 1, 2, 2, [4, 2]), (1, 1, 1, 1, [4, 4])],
+)
+def test_tensor_pipeline_and_expert_parallel(world, tp, pp, experts, ep, groups):
+    results = world(4, _grid, tp, pp, experts, ep)
     assert [sizes for sizes, _ in results] == [groups] * 4
-    if tp == 1:
+    if tp == pp == 1:
         assert all(found == results[0][1] for _, found in results)
     assert any(name.startswith("module.expert") and v for name, v in results[0][1][0].items()) == bool(
         experts
     )
+
+
+def _instances():
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel(num_distributed_optimizer_instances=2):
+        chunk, optimizer = build(ddp={"num_distributed_optimizer_instances": 2})
+        diff = attach(optimizer)
+        ranges = {e.name: (e.shard.start, e.shard.end) for e in diff}
+        return ranges, _follow(chunk, optimizer, diff, versions=2)
+
+
+def test_several_optimizer_instances_hold_every_shard_more_than_once(world):
+    results = world(4, _instances)
+    ranges = [r for r, _ in results]
+    assert ranges[0] != ranges[1] and sorted(map(str, ranges[:2])) == sorted(map(str, ranges[2:]))
+    assert all(found == results[0][1] for _, found in results) and results[0][1][0]["module.second"]
+
+
+def _layer_wise():
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.optimizer.sparse_diff import attach
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    with parallel():
+        chunk, plain = build(distributed=False, experts=1, fp32=False)
+        config = plain.chained_optimizers[0].config
+        groups = [[], []]
+        for param in chunk.parameters():
+            if param.requires_grad:
+                groups[not getattr(param, "allreduce", True)].append(param)
+        inner = torch.optim.AdamW(
+            [{"params": g, "is_expert_parallel": e} for e, g in enumerate(groups)], lr=1e-3
+        )
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        optimizer = LayerWiseDistributedOptimizer([inner], config, collection, model_chunks=[chunk])
+        diff = attach(optimizer)
+        owned = {e.name for e in diff if e.shard.route == "hooked" and e.shard.numel}
+        return owned, _follow(chunk, optimizer, diff, versions=2)
+
+
+def test_layer_wise_optimizer_each_parameter_whole_on_one_rank(world):
+    (owned_0, found_0), (owned_1, found_1) = world(2, _layer_wise)
+    assert owned_0 and owned_1 and not owned_0 & owned_1
+    assert found_0 == found_1
+    for owned in (owned_0, owned_1):
+        assert any(found_0[0][name] for name in owned)
+
+
+def _missed_on_one_rank():
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel():
+        chunk, optimizer = build()
+        diff = attach(optimizer, mode="update_and_validate")
+        step(chunk, optimizer, 1)
+        diff.gather_changed()
+        diff.clear(1)
+        entry = next(e for e in diff if e.name == "module.second")
+        if entry.shard.numel and dist.get_rank() == 1:
+            entry.shard.values()[4] += 1
+        try:
+            diff.gather_changed()
+        except RuntimeError as error:
+            return str(error), entry.shard.start
+
+
+def test_a_missed_change_is_an_error_on_all_ranks(world):
+    (message, _), (same, start) = world(2, _missed_on_one_rank)
+    assert message == same and f"first flat index {start + 4};" in message
+    assert message.startswith("sparse diff: module.second: 1 elements changed unseen on rank 1 of its group")
 
 
 def _overlap():
@@ -184,7 +258,7 @@ def _traffic(heavy_rank):
     for name in real:
         setattr(dist, name, record(name))
     try:
-        changes = module.gather(tensors, shards, dist.group.WORLD)
+        changes = module.gather(["a", "b", "c"], tensors, shards, dist.group.WORLD)
     finally:
         for name, function in real.items():
             setattr(dist, name, function)
@@ -200,7 +274,7 @@ def test_traffic_follows_the_changes(world, heavy_rank):
         {1, 2} if heavy_rank is None else {heavy_rank + 1}
     )
     sizes, *rest = calls
-    assert sizes == ("all_gather_into_tensor", 2 * 3 * 2 * 8)  # ranks, tensors, count and start, int64
+    assert sizes == ("all_gather_into_tensor", 2 * 3 * 4 * 8)  # ranks, tensors, four int64
     assert (
         sum(n for _, n in rest) <= 2 * 6 * changed
     )  # int32 index and bf16 value, at most doubled by padding

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .shards import DigestShard, HookedShard, ShadowShard, Shard
+from .shards import DigestShard, HookedShard, ShadowShard, Shard, ValidatedShard
 
 __all__ = ["Domain", "Entry", "audit", "leaves"]
 
@@ -112,8 +112,9 @@ def _named_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor
 
 
 class _Auditor:
-    def __init__(self, names: dict[torch.Tensor, str], clipped: set[torch.Tensor]) -> None:
+    def __init__(self, names: dict[torch.Tensor, str], clipped: set[torch.Tensor], validate: bool) -> None:
         self.names, self.clipped = names, clipped
+        self.hooked_kind = ValidatedShard if validate else HookedShard
         self.seen: set[torch.Tensor] = set()
 
     def entry(
@@ -135,7 +136,7 @@ class _Auditor:
         if not hooked:
             return Entry(name, tensor, ShadowShard(tensor, start, end), path)
         leads = tuple(lead for lead in leads if lead is not None)
-        return Entry(name, tensor, HookedShard(tensor, start, end), path, leads)
+        return Entry(name, tensor, self.hooked_kind(tensor, start, end), path, leads)
 
     def distributed(self, leaf: Any) -> Domain:
         """DistributedOptimizer: each rank owns a range of each bucket, which may begin and end mid-tensor."""
@@ -192,10 +193,10 @@ class _Auditor:
         return entries
 
     def fp32(self, leaf: Any) -> list[Entry]:
-        path = "in place by the inner optimizer (FP32Optimizer)"
+        path = f"in place by the inner optimizer ({type(leaf).__name__})"
         return [
             self.entry(tensor, 0, tensor.numel(), path)
-            for group in leaf.optimizer.param_groups
+            for group in getattr(leaf, "optimizer", leaf).param_groups
             for tensor in group["params"]
         ]
 
@@ -203,7 +204,7 @@ class _Auditor:
         """LayerWiseDistributedOptimizer: each parameter whole on one rank, which the others copy from."""
         mine: dict[torch.Tensor, Entry] = {}
         for leaf in optimizer.chained_optimizers:
-            _refuse_config(leaf)
+            _refuse_config(leaf if hasattr(leaf, "config") else optimizer)
             if not getattr(leaf, "is_stub_optimizer", False):
                 rows = self.float16(leaf) if hasattr(leaf, "float16_groups") else self.fp32(leaf)
                 mine.update((entry.tensor, entry) for entry in rows)
@@ -237,8 +238,12 @@ class _Auditor:
         return domain
 
 
-def audit(optimizer: Any, model_chunks: Sequence[torch.nn.Module] | None = None) -> list[Domain]:
-    """A route for every tensor that `optimizer` or its model holds on this rank.
+def audit(
+    optimizer: Any, model_chunks: Sequence[torch.nn.Module] | None = None, validate: bool = False
+) -> tuple[list[Domain], list[torch.nn.Module]]:
+    """A route for every tensor that `optimizer` or its model holds on this rank; and the model's chunks.
+
+    `validate` has hooked shards keep the acknowledged values too.
 
     Raises:
         NotImplementedError: for a path that would not be seen exactly; names the path and a way out.
@@ -260,7 +265,8 @@ def audit(optimizer: Any, model_chunks: Sequence[torch.nn.Module] | None = None)
             f"sparse diff: {type(optimizer).__name__} does not know its model, whose buffers and frozen "
             "parameters would go unseen; expected attach(optimizer, model_chunks=[...])"
         )
-    auditor = _Auditor(_named_tensors(model_chunks), _clipped_after_the_step(model_chunks))
+    names = _named_tensors(model_chunks)
+    auditor = _Auditor(names, _clipped_after_the_step(model_chunks), validate)
     domains: list[Domain] = []
     for top in tops:
         if isinstance(top, LayerWiseDistributedOptimizer):
@@ -279,4 +285,4 @@ def audit(optimizer: Any, model_chunks: Sequence[torch.nn.Module] | None = None)
             else:
                 _refuse(type(leaf).__name__, "how it writes the model is not known", "Send whole weights")
     domains.append(auditor.rest())
-    return [domain for domain in domains if domain.entries]
+    return [domain for domain in domains if domain.entries], list(model_chunks)

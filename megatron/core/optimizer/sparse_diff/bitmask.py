@@ -105,7 +105,7 @@ class Bitmask:
 
         Both are flat, of `numel` elements; the conversion of types is that of ``copy_``. On CUDA one kernel.
         """
-        if target.is_cuda and target.element_size() == 2:
+        if target.device.type == "cuda" and target.element_size() == 2:
             capture(target, source.to(target.device, non_blocking=True), self.words)
             return
         for start in range(0, self.numel, _CHUNK):

@@ -27,6 +27,7 @@ __all__ = [
     "SparseState",
     "copy_with_sparse_diff",
     "init_sparse_manager",
+    "note_model_reload",
     "register_manager_factory",
     "sparse_diff_context",
     "sparse_state",
@@ -229,6 +230,17 @@ class sparse_diff_context:
     def _captured(self, non_blocking: bool = False) -> None:
         self._copies += 1
         self._manager.copy_captured(self._model.data, self._main.data, non_blocking)
+
+
+def note_model_reload(optimizer: Any) -> None:
+    """Tell managers that can `invalidate` that main weights are taken from the model anew: its weights were
+    replaced past the hook. Called by ``reload_model_params``."""
+    for groups in ("model_float16_groups", "float16_groups"):
+        for group in getattr(optimizer, groups, ()):
+            for param in group:
+                invalidate = getattr(getattr(param, "_sparse_manager", None), "invalidate", None)
+                if invalidate is not None:
+                    invalidate("reload_model_params")
 
 
 def copy_with_sparse_diff(

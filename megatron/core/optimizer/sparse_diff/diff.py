@@ -1,5 +1,7 @@
 """`attach` and the object it returns: the changes of a model since the last acknowledged sync."""
 
+import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,53 +10,69 @@ import torch
 from .audit import Domain, Entry, audit
 from .context import SparseState, bind, sparse_state
 from .gather import gather
-from .shards import Changes, seal
+from .observe import DensityLog
+from .shards import Changes, digest
 
 __all__ = ["SparseDiff", "attach"]
 
 _BUCKET = 1 << 28  # elements of parameters whose changes travel together
+_UPDATE = SparseState(update=True, validate=False, observe=False)
 
 
 def attach(
     optimizer: Any,
     mode: str | None = None,
     model_chunks: Sequence[torch.nn.Module] | None = None,
+    observe_dir: str | os.PathLike | None = None,
 ) -> "SparseDiff":
-    """Record from now on which elements of the model change; the state at this moment is version's base.
+    """Record from now on which elements of the model change; the weights of this moment are the base.
 
     Args:
         optimizer: any Megatron optimizer, chained ones included; its numerics are not touched.
         mode: a state as of SPARSERL_STATE; None takes that variable, or `update` where it is off.
+            `…validate…` keeps the acknowledged values too and checks every sync against a full comparison;
+            `…observe…` writes the densities of every sync.
         model_chunks: the model, where the optimizer does not know it (Float16Optimizer, FP32Optimizer).
+        observe_dir: where densities are written; None takes SPARSE_STATS_SAVED_DIR.
 
     Raises:
         NotImplementedError: for a path whose writes would not be seen exactly; names it and a way out.
         RuntimeError: where parameters already have a manager.
         ValueError: for an unknown mode, or a model that cannot be found.
     """
-    state = (
-        SparseState.parse(mode, "mode")
-        if mode is not None
-        else sparse_state() or SparseState(True, False, False)
-    )
+    state = SparseState.parse(mode, "mode") if mode is not None else sparse_state() or _UPDATE
     if state is None:
         raise ValueError(
             f"mode={mode!r} disables sparse diff; do not attach, or give a mode such as 'update'"
         )
-    return SparseDiff(audit(optimizer, model_chunks), state)
+    domains, chunks = audit(optimizer, model_chunks, state.validate)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    log = DensityLog(observe_dir, rank) if state.observe else None
+    return SparseDiff(domains, chunks, state, log)
 
 
 class SparseDiff:
-    """Changes of every parameter and persistent buffer of the model on this rank."""
+    """Changes of every parameter and persistent buffer of the model on this rank; made by `attach`."""
 
-    def __init__(self, domains: list[Domain], state: SparseState) -> None:
+    def __init__(
+        self,
+        domains: list[Domain],
+        model_chunks: Sequence[torch.nn.Module],
+        state: SparseState,
+        log: DensityLog | None,
+    ) -> None:
         self.state = state
         self.version: int | None = None
+        """The last acknowledged version."""
+        self.role = "actor"
+        """Whose weights are in the model; nothing is read while it is not the actor's."""
         self._domains = domains
         self._entries: dict[torch.Tensor, Entry] = {e.tensor: e for d in domains for e in d.entries}
         self._domain_of = {e.tensor: d for d in domains for e in d.entries}
+        self._log = log
         self._gathered: dict[torch.Tensor, Changes | None] | None = None
         self._read = False
+        self._hooks: list[Any] = []
         taken = [e.name for e in self if e.leads and hasattr(e.tensor, "_sparse_manager")]
         if taken:
             raise RuntimeError(
@@ -64,6 +82,10 @@ class SparseDiff:
         for entry in self:
             if entry.shard.route == "hooked":
                 bind(entry.shard, entry.tensor, *entry.leads)
+        for chunk in model_chunks:
+            for module in chunk.modules():
+                if any(p in self._entries for p in module.parameters(recurse=False)):
+                    self._hooks.append(module.register_load_state_dict_post_hook(self._loaded))
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -73,14 +95,7 @@ class SparseDiff:
         """Memory kept beside the model on this rank."""
         return sum(entry.shard.nbytes for entry in self)
 
-    def _entry(self, param: torch.Tensor) -> Entry:
-        try:
-            return self._entries[param]
-        except KeyError:
-            raise ValueError(
-                f"sparse diff: a tensor of shape {tuple(param.shape)} is no parameter or persistent buffer "
-                "of the model that was attached"
-            ) from None
+    # Reading
 
     def gather_changed(self, group: Any | None = None, dst: int | None = None) -> None:
         """Seal what has changed so far and join it over data-parallel ranks; `changed` then answers from it.
@@ -90,16 +105,23 @@ class SparseDiff:
         Args:
             group: gather only what is sharded over this group; all groups of the optimizer where None.
             dst: the rank within the group that receives; all of them where None.
+
+        Raises:
+            RuntimeError: in a validating mode, on all ranks, where a change was missed; while other weights
+                than the actor's are in the model; while weights are offloaded.
         """
+        self._check_readable(self)
         gathered: dict[torch.Tensor, Changes | None] = {}
         for domain in self._domains:
             if group is not None and domain.group is not None and domain.group is not group:
                 continue
             for entries in _buckets(domain.entries):
                 tensors = [entry.tensor for entry in entries]
-                changes = gather(tensors, [entry.shard for entry in entries], domain.group, dst)
+                shards = [entry.shard for entry in entries]
+                changes = gather([entry.name for entry in entries], tensors, shards, domain.group, dst)
                 gathered.update(zip(tensors, changes, strict=bool(changes)))
         self._gathered = gathered
+        self._observe()
 
     def changed(self, param: torch.Tensor) -> Changes:
         """What changed in `param` since the last acknowledged sync.
@@ -110,7 +132,8 @@ class SparseDiff:
             where the base is not valid any more (see `is_dense`).
 
         Raises:
-            RuntimeError: for a parameter that is sharded over data-parallel ranks and was not gathered.
+            RuntimeError: for a parameter that is sharded over data-parallel ranks and was not gathered; and
+                as `gather_changed`.
             ValueError: for a tensor that is not of the attached model.
         """
         entry = self._entry(param)
@@ -124,23 +147,20 @@ class SparseDiff:
                     f"sparse diff: {entry.name} is sharded over data-parallel ranks; call gather_changed() "
                     "on all of them first"
                 )
+            self._check_readable([entry])
             self._read = True
-            [changes] = seal([entry.shard])
+            [changes] = gather([entry.name], [param], [entry.shard], None)
         if changes is None:
             flat = param.detach().view(-1)
             changes = Changes(torch.arange(flat.numel(), device=flat.device), flat)
         return changes
 
     def is_dense(self, param: torch.Tensor) -> bool:
-        """Whether the next sync must carry `param` whole; known on every rank after `gather_changed`."""
+        """Whether the sync that was read carries `param` whole."""
         entry = self._entry(param)
         if self._gathered is not None and param in self._gathered:
             return self._gathered[param] is None
         return entry.shard.whole
-
-    def _shared(self, param: torch.Tensor) -> bool:
-        group = self._domain_of[param].group
-        return group is not None and torch.distributed.get_world_size(group) > 1
 
     def clear(self, version: int) -> None:
         """Every receiver has acknowledged weights version `version`: forget the changes that it carried.
@@ -149,36 +169,62 @@ class SparseDiff:
         kept. If nothing was read since the last `clear`, whole weights were sent: everything is forgotten.
 
         Raises:
+            RuntimeError: while other weights than the actor's are in the model.
             ValueError: where `version` is not later than the last.
         """
         if self.version is not None and version <= self.version:
             raise ValueError(f"clear({version}): expected a version after {self.version}")
+        self._check_readable(())
         read = self._read or self._gathered is not None
         for entry in self:
             if entry.shard.sealed or not read:
                 entry.shard.clear()
         self.version, self._gathered, self._read = version, None, False
 
+    # What the copy does not see
+
     def invalidate(self, reason: str) -> None:
         """Weights were replaced past the optimizer: the next sync carries hooked parameters whole."""
         for entry in self:
             entry.shard.invalidate(reason)
 
-    def detach(self) -> None:
-        """Stop recording; the model and optimizer are as before `attach`."""
-        for entry in self:
-            if entry.shard.route == "hooked":
-                del entry.tensor._sparse_manager
-                for lead in entry.leads:
-                    del lead._sparse_owner
-        self._entries, self._domains, self._domain_of, self._gathered = {}, [], {}, None
+    def _loaded(self, module: torch.nn.Module, _: Any) -> None:
+        if self.role == "actor":
+            for param in module.parameters(recurse=False):
+                if param in self._entries:
+                    self._entries[param].shard.invalidate("load_state_dict")
+
+    @contextlib.contextmanager
+    def weights_role(self, role: str, verify: bool = True) -> Iterator[None]:
+        """For as long as the model holds the weights of `role` (a reference, a teacher), read nothing.
+
+        The actor's weights must be back at the end. `verify` compares digests: a parameter that is not back
+        is sent whole by the next sync.
+        """
+        before = self._digests() if verify else None
+        previous, self.role = self.role, role
+        try:
+            yield
+        finally:
+            self.role = previous
+            if verify:
+                for entry, old, new in zip(self, before, self._digests(), strict=True):
+                    if old != new:
+                        entry.shard.invalidate(f"it was not restored after the weights of {role!r}")
+
+    def _digests(self) -> list[int]:
+        values = [digest(entry.shard.values()) for entry in self]
+        return torch.stack(values).tolist() if values else []
+
+    # Looking at it
 
     def report(self) -> str:
         """A table of every tensor: its route, what writes it, elements on this rank, memory kept."""
         rows = [("tensor", "route", "written by", "elements here", "bytes kept")]
         for entry in self:
             shard = entry.shard
-            rows.append((entry.name, shard.route, entry.path, f"{shard.numel:,}", f"{shard.nbytes:,}"))
+            path = entry.path if shard.invalid is None else f"{entry.path}; whole next: {shard.invalid}"
+            rows.append((entry.name, shard.route, path, f"{shard.numel:,}", f"{shard.nbytes:,}"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
             "  ".join(
@@ -188,6 +234,70 @@ class SparseDiff:
             for row in rows
         ]
         return "\n".join(lines)
+
+    def observe(self) -> None:
+        """Write the densities since the last `clear`, from this rank's shards alone; no collective.
+
+        In a mode without `update` they are then forgotten: call it once per step.
+
+        Raises:
+            ValueError: where the mode does not observe.
+        """
+        if self._log is None:
+            raise ValueError(f"mode {self.state} does not observe; attach with mode='observe'")
+        self._check_readable(self)
+        self._seal_here()
+        self._observe()
+        if not self.state.update:
+            for entry in self:
+                entry.shard.clear()
+
+    def detach(self) -> None:
+        """Stop recording; the model and optimizer are as before `attach`."""
+        for entry in self:
+            if entry.shard.route == "hooked":
+                del entry.tensor._sparse_manager
+                for lead in entry.leads:
+                    del lead._sparse_owner
+        for hook in self._hooks:
+            hook.remove()
+        self._entries, self._domains, self._domain_of, self._gathered = {}, [], {}, None
+        self._hooks = []
+
+    # Inside
+
+    def _seal_here(self) -> None:
+        for domain in self._domains:
+            for entries in _buckets(domain.entries):
+                names, tensors = [e.name for e in entries], [e.tensor for e in entries]
+                gather(names, tensors, [e.shard for e in entries], None)
+
+    def _observe(self) -> None:
+        if self._log is not None:
+            owned = [entry for entry in self if entry.shard.numel]
+            self._log.write((e.name, e.shard.numel, e.shard.sealed_count) for e in owned)
+
+    def _entry(self, param: torch.Tensor) -> Entry:
+        try:
+            return self._entries[param]
+        except KeyError:
+            raise ValueError(
+                f"sparse diff: a tensor of shape {tuple(param.shape)} is no parameter or persistent buffer "
+                "of the model that was attached"
+            ) from None
+
+    def _shared(self, param: torch.Tensor) -> bool:
+        group = self._domain_of[param].group
+        return group is not None and torch.distributed.get_world_size(group) > 1
+
+    def _check_readable(self, entries: Any) -> None:
+        if self.role != "actor":
+            raise RuntimeError(
+                f"sparse diff: the model holds the weights of {self.role!r}; leave weights_role first"
+            )
+        for entry in entries:
+            if entry.shard.numel and not entry.tensor.untyped_storage().size():
+                raise RuntimeError(f"sparse diff: {entry.name} is offloaded; reload the weights first")
 
 
 def _buckets(entries: list[Entry]) -> Iterator[list[Entry]]:

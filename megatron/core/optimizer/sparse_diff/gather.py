@@ -11,6 +11,7 @@ __all__ = ["gather"]
 
 
 def gather(
+    names: Sequence[str],
     tensors: Sequence[torch.Tensor],
     shards: Sequence[Shard],
     group: dist.ProcessGroup | None,
@@ -21,6 +22,7 @@ def gather(
     One collective carries the sizes of all the tensors, one the indices, and one the values of each dtype.
 
     Args:
+        names: of the tensors, for messages.
         tensors: the same on every rank, in the same order.
         shards: this rank's part of each.
         group: the ranks that share the tensors; None where each rank owns them whole.
@@ -28,20 +30,34 @@ def gather(
 
     Returns:
         Per tensor its `Changes`, or None where a rank needs it sent whole; empty on ranks other than `dst`.
+
+    Raises:
+        RuntimeError: on all ranks, where a validated shard of any of them missed a change.
     """
     mine = seal(shards)
     if group is None or dist.get_world_size(group) == 1:
+        for name, shard in zip(names, shards, strict=True):
+            _raise_if_missed(name, *(getattr(shard, "missed", None) or (0, 0)))
         return mine
     device = tensors[0].device
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     for p, shard in enumerate(shards):
         if not shard.numel:  # a rank that owns nothing of a tensor has nothing to be sent whole
             mine[p] = Changes(nothing, shard.values())
-    sizes = [(-1 if m is None else m.indices.numel(), s.start) for m, s in zip(mine, shards, strict=True)]
-    sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
+    sizes = torch.tensor(
+        [
+            (-1 if m is None else m.indices.numel(), s.start, *(getattr(s, "missed", None) or (0, 0)))
+            for m, s in zip(mine, shards, strict=True)
+        ],
+        dtype=torch.int64,
+        device=device,
+    )
     table = sizes.new_empty(dist.get_world_size(group) * sizes.numel())
     dist.all_gather_into_tensor(table, sizes.view(-1), group=group)
-    counts_RP, starts_RP = table.view(-1, *sizes.shape).permute(2, 0, 1).tolist()
+    counts_RP, starts_RP, missed_RP, first_RP = table.view(-1, *sizes.shape).permute(2, 0, 1).tolist()
+    for p, name in enumerate(names):
+        for r in range(len(missed_RP)):
+            _raise_if_missed(name, missed_RP[r][p], first_RP[r][p], r)
     whole = [any(row[p] < 0 for row in counts_RP) for p in range(len(tensors))]
 
     # 2^31 elements have indices up to 2^31 - 1
@@ -62,6 +78,16 @@ def gather(
         None if whole[p] else _in_order(indices[p], values[p], [row[p] for row in starts_RP])
         for p in range(len(tensors))
     ]
+
+
+def _raise_if_missed(name: str, count: int, first: int, rank: int | None = None) -> None:
+    if count:
+        where = "" if rank is None else f" on rank {rank} of its group"
+        raise RuntimeError(
+            f"sparse diff: {name}: {count} elements changed unseen{where}, first flat index {first}; "
+            "something wrote the parameter past the optimizer. Call invalidate() after such writes, or send "
+            "whole weights"
+        )
 
 
 def _in_order(indices: list[torch.Tensor], values: list[torch.Tensor], starts: list[int]) -> Changes:

@@ -19,7 +19,17 @@ import torch
 
 from .bitmask import CANARY, Bitmask, as_bits, expand
 
-__all__ = ["Changes", "DenseShard", "DigestShard", "HookedShard", "ShadowShard", "Shard", "seal"]
+__all__ = [
+    "Changes",
+    "DenseShard",
+    "DigestShard",
+    "HookedShard",
+    "ShadowShard",
+    "Shard",
+    "ValidatedShard",
+    "digest",
+    "seal",
+]
 
 
 class Changes(NamedTuple):
@@ -37,6 +47,8 @@ class Shard:
     def __init__(self, tensor: torch.Tensor, start: int, end: int) -> None:
         self.tensor, self.start, self.end = tensor, start, end
         self.sealed = False
+        self.sealed_count = 0
+        """Elements of the range that the last seal counts as changed."""
         self.invalid: str | None = None
         self._invalid_sealed = False
 
@@ -104,6 +116,7 @@ def seal(shards: Sequence[Shard]) -> list[Changes | None]:
         elif changes is None:
             values = shard.values()[:0]
             changes = Changes(torch.empty(0, dtype=torch.int64, device=values.device), values)
+        shard.sealed_count = shard.numel if changes is None else changes.indices.numel()
         result.append(changes)
     return result
 
@@ -155,6 +168,41 @@ class HookedShard(Shard):
             self._pending = None
         else:
             self.bits.zero_()
+        super().clear()
+
+
+class ValidatedShard(HookedShard):
+    """A hooked shard that is checked at every seal against a full comparison with the acknowledged values.
+
+    `missed` is (count, first index into the tensor) of elements that differ and have no bit.
+    """
+
+    def __init__(self, tensor: torch.Tensor, start: int, end: int) -> None:
+        super().__init__(tensor, start, end)
+        self.missed: tuple[int, int] | None = None
+        self._known = as_bits(self.values()).clone()
+        self._found: Changes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._known.nbytes
+
+    def accept(self, probe: int | None, found: Changes | None) -> None:
+        super().accept(probe, found)
+        self._found = Changes(self._places(), self.values().clone()) if self.whole else found
+        missed = self._known != as_bits(self.values())
+        missed[self._found.indices - self.start] = False
+        places = missed.nonzero().view(-1)
+        self.missed = (places.numel(), int(places[0]) + self.start) if places.numel() else None
+
+    def _places(self) -> torch.Tensor:
+        return torch.arange(self.start, self.end, dtype=torch.int64, device=self.tensor.device)
+
+    def clear(self) -> None:
+        if self.sealed:
+            self._known[self._found.indices - self.start] = as_bits(self._found.values)
+        else:
+            self._known.copy_(as_bits(self.values()))
         super().clear()
 
 
