@@ -346,6 +346,9 @@ class TestSource:
             config(rotary_use_position_ids=True, mrope_section=[2, 2, 1])
         with pytest.raises(ValueError, match="not support context parallelism, got context_parallel_size=2"):
             config(rotary_use_position_ids=True, context_parallel_size=2)
+        for options in (dict(cuda_graph_impl="local"), dict(enable_cuda_graph=True)):
+            with pytest.raises(ValueError, match="not work with CUDA graphs, got cuda_graph_impl='local'"):
+                config(rotary_use_position_ids=True, **options)
 
     def test_one_sequence(self):
         bounds = rpi.one_sequence(TREE_IDS_T)

@@ -244,6 +244,13 @@ def check_config(config: Any) -> None:
             "rotary_use_position_ids does not support context parallelism, got "
             f"context_parallel_size={config.context_parallel_size}"
         )
+    if config.cuda_graph_impl != "none":
+        # A replay copies a layer's new inputs into those of its capture; Transformer Engine's graphs capture
+        # the cached rotary table itself, which the rows of the next micro-batch would overwrite.
+        raise ValueError(
+            "rotary_use_position_ids does not work with CUDA graphs, got "
+            f"cuda_graph_impl={config.cuda_graph_impl!r}"
+        )
 
 
 def _full_length(config: Any, hidden: Tensor) -> int:
