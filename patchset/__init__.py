@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 if sys.version_info < (3, 12):  # noqa: UP036
-    raise SystemExit(f"megatron-core needs Python 3.12 or newer; this is {sys.version} ({sys.executable})")
+    raise SystemExit(
+        f"megatron-core needs Python 3.12 or newer; this is {sys.version.split()[0]} ({sys.executable})"
+    )
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -63,7 +63,7 @@ def build(root: Path, tree: Path, link: bool, extra: Path | None = None) -> int:
 def _lay(root: Path, tree: Path, link: bool) -> None:
     files = overlay(root)
     if taken := [name for name in files if (tree / name).exists()]:
-        raise TreeError(f"megatron/ holds files that are upstream's; make these a patch: {' '.join(taken)}")
+        raise TreeError(f"megatron/ holds what the tree has already; make these a patch: {' '.join(taken)}")
     for name in files:
         place = tree / name
         if place.exists():

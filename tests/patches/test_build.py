@@ -148,9 +148,9 @@ def test_sdist_without_git_is_the_same(checkout, built, sdist, tmp_path):
 
 
 def test_pip_install_from_git_through_the_index(origin, make_venv, tmp_path):
-    """No local sdist: pip's own configuration finds it. A constraint of the outer pip stays outside."""
+    """No local sdist: pip's own configuration finds it; its constraint on the fork stays outside."""
     python = make_venv()
-    (tmp_path / "constraints.txt").write_text("megatron-core>=0.19\n")
+    (tmp_path / "constraints.txt").write_text(f"megatron-core=={VERSION}\n")
     run(
         *(python, "-m", "pip", "install", "-q", "--no-deps", f"git+file://{origin}"),
         cwd="/",

@@ -1,5 +1,6 @@
 """build/tree: live links, edits that are not lost, staleness that is noticed, patches of someone else."""
 
+import select
 import subprocess
 import sys
 import textwrap
@@ -7,6 +8,7 @@ import textwrap
 import pytest
 
 from patchset import ROOT, PatchsetError, queue, tree, upstream
+from tests.patches.miniature import UPSTREAM
 
 
 def links(mini):
@@ -45,7 +47,7 @@ def test_overlay_that_exists_upstream_is_refused(mini):
     with pytest.raises(tree.TreeError) as error:
         tree.materialise(mini.root)
     assert str(error.value) == (
-        "megatron/ holds files that are upstream's; make these a patch: "
+        "megatron/ holds what the tree has already; make these a patch: "
         "megatron/core/numbers.py megatron/core/part/deep.py"
     )
 
@@ -140,6 +142,16 @@ def test_edits_are_not_overwritten(mini):
     assert "line_9 = 90\n" in (mini.tree / "megatron/core/numbers.py").read_text()
     tree.materialise(mini.root, force=True)
     assert "line_9 = 9\n" in (mini.tree / "megatron/core/numbers.py").read_text()
+
+
+def test_edits_do_not_get_into_a_wheel(mini):
+    tree.materialise(mini.root)
+    mini.edit("megatron/core/numbers.py", "line_9 = 9", "line_9 = 90")
+    date = tree.build(mini.root, mini.root / "build/wheel", link=False)
+    assert date == 1_700_000_000
+    files = {str(p.relative_to(mini.root / "build/wheel")) for p in (mini.root / "build/wheel").rglob("*.py")}
+    assert files == {name for name in UPSTREAM if name.endswith(".py")}
+    assert "line_9 = 9\n" in (mini.root / "build/wheel/megatron/core/numbers.py").read_text()
 
 
 def test_removed_file_comes_back(mini):
@@ -253,7 +265,7 @@ with tree.lock(Path({str(mini.root)!r})):
         assert first.stdout.readline() == "in\n"
         with start() as second:
             assert second.stderr.readline() == f"waiting for another build in {mini.root}\n"
-            assert second.poll() is None
+            assert select.select([second.stdout], [], [], 0.5)[0] == []
             first.communicate("x")
             assert second.stdout.readline() == "in\n"
             second.communicate("x")
