@@ -103,19 +103,20 @@ class Receiver:
         peers: Peers | None = None,
         keep_undo: bool = True,
     ):
-        self.targets = dict(targets)
-        self.groups = (
-            [tuple(group) for group in groups] if groups is not None else [(n,) for n in self.targets]
-        )
-        self._group_of = {name: i for i, group in enumerate(self.groups) for name in group}
         self.peers = peers
-        self._copies = self._count_copies()
         self.keep_undo = keep_undo
         self.model_id: str | None = None
         self.lineage: int | None = None
         self.version: int | None = None
         self.poisoned = False
         self._expected: dict[str, int] = {}  # per-tensor sums of the version held
+        self._bind(targets, groups)
+
+    def _bind(self, targets: Mapping[str, Target], groups: Iterable[Iterable[str]] | None) -> None:
+        self.targets = dict(targets)
+        self.groups = [tuple(group) for group in groups or [[name] for name in self.targets]]
+        self._group_of = {name: i for i, group in enumerate(self.groups) for name in group}
+        self._copies = self._count_copies() if self.targets else {}
 
     # ---- state ---------------------------------------------------------------------------------------------
 
@@ -156,7 +157,10 @@ class Receiver:
             numel = math.prod(target.shape)
             copies[name], rest = divmod(held[name], numel) if numel else (1, 0)
             if rest or not copies[name]:
-                raise UnsupportedLayout(f"{name}: the ranks hold {held[name]} of its {numel} elements")
+                raise UnsupportedLayout(
+                    f"{name}: the ranks hold {held[name]} of its {numel} elements unchanged "
+                    "(repacked, quantised?)"
+                )
         return copies
 
     # ---- apply ---------------------------------------------------------------------------------------------
@@ -318,6 +322,11 @@ class Receiver:
                 write.old = _read(write).clone()
             done.append(write)
             _store(write, write.new)
+        self._after_writing()
+
+    def _after_writing(self) -> None:
+        """A hook for what is derived from weights; runs after values were written, and after they were put
+        back."""
 
     def _take_back(self, done: list[_Write], manifest: Manifest) -> None:
         """Undo on every rank; where that fails on any, all are poisoned."""
@@ -335,6 +344,7 @@ class Receiver:
             if write.old is None:
                 raise RuntimeError("replaced values were not kept (keep_undo=False)")
             _store(write, write.old)
+        self._after_writing()
 
     def _mismatch(self, wrong: list[str], manifest: Manifest) -> Exception:
         """After an undo: were the weights right before? If not, something else has written to them."""

@@ -1,0 +1,1 @@
+"""Receivers for inference engines that fuse and shard weights, and adapters for SGLang and vLLM."""

@@ -1,0 +1,262 @@
+"""Find where every checkpoint element lives in an engine's fused and sharded parameters.
+
+Nobody has to write the mapping down: the engine's own ``load_weights`` is run on tensors whose elements say
+where they are. Each pass carries one digit of the element's flat index, as a bit pattern that is a positive,
+normal, finite number in both bf16 and fp16 and survives a copy. What the passes leave in the live parameters
+is read back, and fitted to boxes (:class:`~megatron.weight_sync.boxes.Box`). Two passes with one constant
+each show which live elements a tensor reaches at all.
+
+A layout that is not made of boxes of the tensor's own dtype (repacked, quantised, transformed) cannot be
+reached by a delta; its tensors are refused by name.
+
+Probing overwrites the live weights with patterns: run it right before a dense sync.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+import torch
+
+from megatron.weight_sync.boxes import Box
+from megatron.weight_sync.errors import UnsupportedLayout
+from megatron.weight_sync.fingerprints import bits_of
+from megatron.weight_sync.receiver import Target
+
+Table = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+_BASE = 1 << 14
+_FIRST = 0x0400  # the smallest normal number in fp16; also a normal number in bf16
+_MAX_BOXES = 64
+
+
+def discover(
+    table: Table, live: Mapping[str, torch.Tensor], load: Load, batch_elements: int = 1 << 26
+) -> dict[str, Target]:
+    """Targets for every tensor of ``table``, on this rank.
+
+    Args:
+        table: checkpoint name → (full shape, dtype).
+        live: the engine's parameters and persistent buffers. Tensors that share storage may be listed twice.
+        load: the engine's own loader: called with (name, full tensor) pairs, any subset of the names at a
+            time.
+        batch_elements: how many checkpoint elements are probed at a time; about 32 bytes of host memory each.
+
+    Raises:
+        UnsupportedLayout: for a tensor whose live form is not boxes of its own dtype. Tensors that this rank
+            does not hold have no pieces; the receiver checks that the ranks hold all of them together.
+    """
+    storages = _storages(live)
+    targets: dict[str, Target] = {}
+    for names in _batches(table, batch_elements):
+        found = _probe(names, table, storages, load)
+        # In a batch the last writer of shared storage wins; look at what seems to be nowhere on its own.
+        for name in names:
+            if len(names) > 1 and not found[name] and math.prod(table[name][0]):
+                found |= _probe([name], table, storages, load)
+        for name in names:
+            shape, dtype = table[name]
+            targets[name] = Target(shape, dtype, tuple(found[name]))
+    return targets
+
+
+def _storages(live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Live tensors as flat views of what they span, each storage span once."""
+    seen, out = set(), []
+    for name, tensor in live.items():
+        tensor = tensor.detach()
+        if tensor.numel() == 0 or tensor.device.type == "meta" or not tensor.is_floating_point():
+            continue
+        span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        key = (tensor.data_ptr(), span, tensor.dtype)
+        if key not in seen:
+            seen.add(key)
+            out.append((name, tensor.as_strided((span,), (1,), tensor.storage_offset())))
+    return out
+
+
+def _batches(table: Table, limit: int) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for name, (shape, dtype) in table.items():
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UnsupportedLayout(f"{name}: {dtype} cannot be found in a live model")
+        if batch and size + math.prod(shape) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += math.prod(shape)
+    if batch:
+        yield batch
+
+
+def _pattern(digit: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Digits below _BASE as numbers of ``dtype``; fp32 carries the bf16 number, which a cast to bf16
+    keeps."""
+    bits = (digit + _FIRST).to(torch.int16)
+    return bits.view(torch.float16) if dtype == torch.float16 else bits.view(torch.bfloat16).to(dtype)
+
+
+def _digits(values: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`_pattern` on live values, int64; what is no pattern becomes -1."""
+    bits = bits_of(values)
+    if values.dtype == torch.float32:
+        bits = torch.where(bits & 0xFFFF == 0, bits >> 16, 0)
+    digit = bits.to(torch.int64) - _FIRST
+    return torch.where((digit >= 0) & (digit < _BASE), digit, -1)
+
+
+def _constant(names: list[str], table: Table, digit: int, device) -> Iterator[tuple[str, torch.Tensor]]:
+    one = torch.tensor([digit])
+    for name in names:
+        shape, dtype = table[name]
+        yield name, _pattern(one, dtype).to(device).expand(math.prod(shape)).reshape(shape).contiguous()
+
+
+def _index_digits(numel: int, scale: int, step: int = 1 << 24) -> torch.Tensor:
+    """int32 [numel]: one digit of every flat index."""
+    out = torch.empty(numel, dtype=torch.int32)
+    for a in range(0, numel, step):
+        b = min(a + step, numel)
+        out[a:b] = (torch.arange(a, b) // scale) % _BASE
+    return out
+
+
+def _run(load: Load, tensors: Iterator, names: list[str]) -> None:
+    try:
+        load(tensors)
+    except Exception as error:
+        text = f"the engine's loader refused probe tensors ({names[0]}, …): {type(error).__name__}: {error}"
+        raise UnsupportedLayout(text) from error
+
+
+def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[torch.Tensor, Box]]]:
+    device = storages[0][1].device if storages else "cpu"
+    reached = _reached(names, table, storages, load, device)
+
+    def own_id(place: int, numel: int, scale: int) -> torch.Tensor:
+        return torch.tensor(place // scale % _BASE).expand(numel)
+
+    def own_index(place: int, numel: int, scale: int) -> torch.Tensor:
+        return _index_digits(numel, scale)
+
+    largest = max(math.prod(table[name][0]) for name in names)
+    which = _read_number(load, names, reached, len(names), own_id, table, device)
+    where = _read_number(load, names, reached, largest, own_index, table, device)
+    found: dict[str, list[tuple[torch.Tensor, Box]]] = {name: [] for name in names}
+    for (live_name, flat, position), tensor_id, index in zip(reached, which, where, strict=True):
+        for k in np.unique(tensor_id):
+            name = names[k] if 0 <= k < len(names) else None
+            if name is None:
+                raise UnsupportedLayout(f"{live_name}: its values are not copies of checkpoint values")
+            shape, dtype = table[name]
+            if flat.dtype != dtype:
+                raise UnsupportedLayout(
+                    f"{name}: the checkpoint has {dtype}, the engine keeps it as {flat.dtype} in {live_name}"
+                )
+            mine = tensor_id == k
+            p, f = position[mine], index[mine]
+            if f.min() < 0 or f.max() >= math.prod(shape):
+                raise UnsupportedLayout(f"{name}: {live_name} holds something else than copies of its values")
+            boxes = fit(name, p, f)
+            if boxes is None:
+                raise UnsupportedLayout(f"{name}: its place in {live_name} is not made of boxes (repacked?)")
+            found[name] += [(flat, box) for box in boxes]
+    return found
+
+
+def _reached(names, table, storages, load, device) -> list[tuple[str, torch.Tensor, np.ndarray]]:
+    """Live elements that take one constant after the other: (live name, flat live tensor, positions)."""
+    first, second = 1, _BASE - 2
+    candidates = []
+    _run(load, _constant(names, table, first, device), names)
+    for name, flat in storages:
+        hit = _digits(flat) == first if flat.element_size() in (2, 4) else torch.zeros_like(flat, dtype=bool)
+        if bool(hit.any()):
+            candidates.append((name, flat, hit))
+    _run(load, _constant(names, table, second, device), names)
+    out = []
+    for name, flat, hit in candidates:
+        hit &= _digits(flat) == second
+        position = hit.nonzero().view(-1).cpu().numpy()
+        if len(position):
+            out.append((name, flat, position))
+    return out
+
+
+def _read_number(load, names, reached, limit: int, digits, table, device) -> list[np.ndarray]:
+    """Send a number below ``limit`` with every element, digit by digit, and read it back at ``reached``; -1
+    where what arrives is no digit. ``digits(place of the tensor in names, its elements, scale)`` gives the
+    digits."""
+    totals = [np.zeros(len(position), dtype=np.int64) for _, _, position in reached]
+    spoilt = [np.zeros(len(position), dtype=bool) for _, _, position in reached]
+    scale = 1
+    while scale < limit:
+
+        def tensors(scale=scale):
+            for place, name in enumerate(names):
+                shape, dtype = table[name]
+                digit = digits(place, math.prod(shape), scale)
+                yield name, _pattern(digit, dtype).to(device).reshape(shape)
+
+        _run(load, tensors(), names)
+        for k, (_, flat, position) in enumerate(reached):
+            digit = _digits(flat).cpu().numpy()[position]
+            spoilt[k] |= digit < 0
+            totals[k] += digit * scale
+        scale *= _BASE
+    for total, bad in zip(totals, spoilt, strict=True):
+        total[bad] = -1
+    return totals
+
+
+# ---- fitting -----------------------------------------------------------------------------------------------
+
+
+def fit(name: str, position: np.ndarray, index: np.ndarray, limit: int = _MAX_BOXES) -> list[Box] | None:
+    """Boxes that map live ``position`` (rising) to checkpoint ``index``, or None if it takes more than
+    ``limit``."""
+    boxes: list[Box] = []
+    while len(position):
+        if len(boxes) == limit:
+            return None
+        size, local, full = _longest_nest(position, index)
+        boxes.append(Box(name, size, int(position[0]), local, int(index[0]), full))
+        n = math.prod(size)
+        position, index = position[n:], index[n:]
+    return boxes
+
+
+def _longest_nest(position: np.ndarray, index: np.ndarray):
+    """(sizes, local strides, full strides), outermost first, of the longest affine loop nest that starts
+    here.
+
+    Grown from the inside: the first run of equal steps, then as many repetitions of it as follow at equal
+    steps, then repetitions of those.
+    """
+    sizes: list[int] = []
+    strides: list[tuple[int, int]] = []
+    block = 1
+    while len(position) >= 2 * block:
+        step = int(position[block] - position[0]), int(index[block] - index[0])
+        times = _repeats(position, index, block, step)
+        if times == 1:
+            break
+        sizes.append(times)
+        strides.append(step)
+        block *= times
+    if not sizes:
+        return (1,), (1,), (1,)
+    return tuple(sizes[::-1]), tuple(a for a, _ in strides[::-1]), tuple(b for _, b in strides[::-1])
+
+
+def _repeats(position: np.ndarray, index: np.ndarray, block: int, step: tuple[int, int]) -> int:
+    """How often the first ``block`` pairs are there one after the other, each time shifted by ``step``."""
+    whole = len(position) // block * block
+    times = np.arange(whole // block)[:, None]
+    p, f = position[:whole].reshape(-1, block), index[:whole].reshape(-1, block)
+    good = (p == p[0] + times * step[0]).all(axis=1) & (f == f[0] + times * step[1]).all(axis=1)
+    bad = np.flatnonzero(~good)
+    return int(bad[0]) if len(bad) else len(good)
