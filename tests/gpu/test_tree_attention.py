@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 
+torch._dynamo.config.recompile_limit = 64  # many models in one process
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -100,7 +101,7 @@ def check(tree, backend, heads, kv_heads, qk, v, dtype, padded_to=1, **options):
     got[0], want[0] = got[0][:real], want[0][:real]
     allowed = noise(tensors, upstream)
     floor = 1e-3 if dtype == torch.float16 else 4e-3 if dtype == torch.bfloat16 else 1e-5
-    for name, error, bound in zip(("out", "dq", "dk", "dv"), errors(got, want), allowed, strict=True):
+    for name, error, bound in zip(("out", "dq", "dk", "dv"), errors(got[:4], want[:4]), allowed, strict=True):
         if real > 1 or name in ("out", "dv"):  # a single key has no gradient of q and k but noise
             assert error <= 2 * max(bound, floor / 2), (name, error, bound)
     for gradient in got[1:4]:

@@ -1,7 +1,7 @@
 """Tree attention on torch FlexAttention: any CUDA GPU, no package beside torch and Triton.
 
 The block mask is built from per-block extremes of ``subtree_end`` (see ``intervals``); the mask is evaluated
-inside blocks that are visible in part. FlexAttention is compiled once per case with dynamic sizes. On CPU it
+inside blocks that are visible in part. FlexAttention is compiled per model, with lengths left open. On CPU it
 runs uncompiled, with a dense mask: for tests.
 """
 
@@ -51,7 +51,7 @@ def attend(
     """q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv], sink [H] -> [T, H, Dv]; see ``case`` for the contract."""
     if q.device.type == "cpu":  # torch looks at requires_grad even where no gradient is recorded
         q, k, v = q.detach(), k.detach(), v.detach()
-    q_1HTD, k_1GTD, v_1GTD = (t.transpose(0, 1)[None] for t in (q, k, v))
+    q_1HTD, k_1GTD, v_1GTD = (_sized(t.transpose(0, 1)[None], 2) for t in (q, k, v))
     out_1HTD, lse_1HT = _function(q.device.type)(
         q_1HTD,
         k_1GTD,
@@ -73,8 +73,8 @@ def block_mask(metadata: TreeMetadata, window: int | None = None):
     """FlexAttention's BlockMask of a pack; nothing is read back from the device, and nothing is T x T."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    end_T = metadata.subtree_end
-    position_T = metadata.tree_position_ids
+    end_T = _sized(metadata.subtree_end, 0)
+    position_T = _sized(metadata.tree_position_ids, 0)
 
     def tree(batch, head, query, key):
         return (key <= query) & (query < end_T[key])
@@ -87,7 +87,7 @@ def block_mask(metadata: TreeMetadata, window: int | None = None):
         if window is not None:  # the mask must be evaluated everywhere
             found = found.all_partial()
         parts = (found.partial_count, found.partial_index, found.full_count, found.full_index)
-        return [part[None, None] for part in parts]
+        return [_sized(part[None, None], *range(2, part.dim() + 2)) for part in parts]
 
     kv, queries = lists(False), lists(True)
     return BlockMask(
@@ -111,4 +111,15 @@ def _softcap(softcap: float):
 def _function(device_type: str):
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
+    return flex_attention if device_type == "cpu" else torch.compile(flex_attention)
+
+
+def _sized(tensor: torch.Tensor, *lengths: int) -> torch.Tensor:
+    """Tell the compiler which dimensions follow the pack's length; heads and head sizes are the model's."""
+    if tensor.is_cuda:
+        for dim in range(tensor.dim()):
+            if dim in lengths:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+            else:
+                torch._dynamo.mark_static(tensor, dim)
+    return tensor

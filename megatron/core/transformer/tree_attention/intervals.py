@@ -87,5 +87,5 @@ def _lists(some: torch.Tensor, every: torch.Tensor, transposed: bool) -> BlockLi
 
 def _compact(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # A stable sort of the negation puts the chosen columns first, both groups in rising order.
-    index = torch.argsort((~chosen).to(torch.uint8), dim=1, stable=True)
+    index = torch.argsort((~chosen).to(torch.uint8).contiguous(), dim=1, stable=True)
     return chosen.sum(1, dtype=torch.int32), index.to(torch.int32)
