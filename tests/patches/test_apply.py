@@ -141,6 +141,10 @@ def test_inside_another_work_tree_the_files_change(tmp_path):
     assert done.returncode == 0
 
 
+ONE = "--- a/f.py\n+++ b/f.py\n"
+COUNTS = "a-b.patch:3: the hunk does not have the lines that its header counts"
+
+
 @pytest.mark.parametrize(
     "patch, message",
     [
@@ -154,6 +158,13 @@ def test_inside_another_work_tree_the_files_change(tmp_path):
             "a-b.patch:3: the hunk ends before its counts are met",
         ),
         ("--- a/f.py\n+++ b/f.py\n@@ -1 +1 @@\n-one\n*1\n", "a-b.patch:5: malformed hunk"),
+        (ONE + "@@ -1 +1 @@\n-one\n+1\n+2\n", COUNTS),
+        (ONE + "@@ -1 +1 @@\n one\n-two\n", COUNTS),
+        (ONE + "@@ -1,2 +1 @@\n-one\n+1\n+2\n-two\n", COUNTS),
+        (
+            "diff --cc f.py\n@@@ -1,1 -1,1 +1,1 @@@\n",
+            "a-b.patch:1: the diff of a merge; diff against one parent",
+        ),
     ],
 )
 def test_malformed_patch(tmp_path, patch, message):

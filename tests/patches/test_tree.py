@@ -240,6 +240,9 @@ def test_all_conflicts_of_their_series_in_one_run_and_the_tree_stays(mini):
 def test_their_folder_must_be_there(mini):
     with pytest.raises(queue.PatchError, match="nowhere is not a folder with patches"):
         tree.materialise(mini.root, extra=mini.root / "nowhere")
+    mini.write("theirs/readme.txt", "")
+    with pytest.raises(queue.PatchError, match=r"theirs has neither a series nor any \*\.patch or \*\.diff"):
+        tree.materialise(mini.root, extra=mini.root / "theirs")
 
 
 # ---------------------------------------------------------------- two builds at once
