@@ -30,7 +30,7 @@ class Shape:
     hidden: int = 160
     heads: int = 4
     kv_heads: int = 2
-    head_dim: int = 40
+    head_dim: int = 32
     ffn: int = 384
     norm_epsilon: float = 1e-6
     rope_base: int = 10000
