@@ -365,6 +365,50 @@ def test_offloaded_weights_are_not_read():
     assert diff.changed(chunk.module.second).indices.numel()
 
 
+def test_a_buffer_that_changes_its_type_is_sent_whole_once():
+    chunk, optimizer = build()
+    chunk.module.counts = chunk.module.counts.bfloat16()
+    diff = attach(optimizer)
+    counts = chunk.module.counts
+    counts.data = counts.data.float() + 0.3
+    indices, values = diff.changed(counts)
+    assert diff.is_dense(counts) and values.dtype == torch.float32 and indices.tolist() == [0, 1, 2, 3, 4]
+    assert "its type changed from torch.bfloat16 to torch.float32" in diff.report()
+    diff.clear(1)
+    counts[3] += 1
+    assert diff.changed(counts).indices.tolist() == [3]
+
+
+def test_a_tensor_that_is_replaced_is_an_error():
+    chunk, optimizer = build()
+    diff = attach(optimizer)
+    chunk.module.counts = torch.ones(5)
+    with pytest.raises(
+        RuntimeError, match=r"module\.counts was replaced by another tensor after attach; detach"
+    ):
+        diff.gather_changed()
+
+
+def test_unhooked_parameters_may_go_whole_and_keep_no_memory():
+    _, optimizer = build(torch.float32)
+    with pytest.raises(ValueError, match="unhooked='none': expected one of shadow, dense"):
+        attach(optimizer, unhooked="none")
+    diff, sent = follow(lambda: build(torch.float32), steps, unhooked="dense")
+    assert len(sent["second"]) == 65 * 33 and routes(diff)["second"] == "dense"
+    assert diff.nbytes < 100
+
+
+def test_a_copy_of_the_model_does_not_copy_the_diff():
+    import copy
+
+    chunk, optimizer = build()
+    diff = attach(optimizer)
+    reference = copy.deepcopy(chunk.module)
+    reference.load_state_dict(chunk.module.state_dict())
+    assert not any(diff.is_dense(p) for p in chunk.parameters())
+    assert not any(hasattr(p, "_sparse_manager") for p in reference.parameters())
+
+
 # Refusals
 
 

@@ -258,7 +258,7 @@ def _traffic(heavy_rank):
     for name in real:
         setattr(dist, name, record(name))
     try:
-        changes = module.gather(["a", "b", "c"], tensors, shards, dist.group.WORLD)
+        changes, _ = module.gather(["a", "b", "c"], tensors, shards, dist.group.WORLD)
     finally:
         for name, function in real.items():
             setattr(dist, name, function)
@@ -278,3 +278,108 @@ def test_traffic_follows_the_changes(world, heavy_rank):
     assert (
         sum(n for _, n in rest) <= 2 * 6 * changed
     )  # int32 index and bf16 value, at most doubled by padding
+
+
+def _overlap_whole(dst):
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel():
+        torch.manual_seed(3)
+        flags = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+        chunk, optimizer = build(ddp=flags, config={"overlap_param_gather": True})
+        diff = attach(optimizer, unhooked="dense")
+        step(chunk, optimizer, 1, density=0.1)
+        if dist.get_rank() == 0:
+            diff.invalidate("on one rank only")
+        diff.gather_changed(dst=dst)
+        if dst not in (None, dist.get_rank()):
+            return None
+        dense = {name: diff.is_dense(param) for name, param in chunk.named_parameters()}
+        received = {name: diff.changed(param).values.clone() for name, param in chunk.named_parameters()}
+        routes = {entry.name: entry.shard.route for entry in diff}
+        for name, param in chunk.named_parameters():
+            if dense[name]:
+                expected = getattr(param, "main_param", None)  # fp32 shard of this rank, if any
+                entry = next(e for e in diff if e.name == name)
+                if expected is not None:
+                    mine = received[name][entry.shard.start : entry.shard.end]
+                    assert torch.equal(mine, expected.to(param.dtype)), name
+        return dense, routes["module.scale"], {n: v.float().sum().item() for n, v in received.items()}
+
+
+@pytest.mark.parametrize("dst", [None, 1])
+def test_whole_tensors_are_complete_while_the_parameter_gather_is_deferred(world, dst):
+    results = [r for r in world(2, _overlap_whole, dst) if r is not None]
+    for dense, route, _ in results:
+        assert dense["module.scale"] and route == "dense" and not dense["module.fixed"]
+        assert any(dense[name] for name in ("module.first", "module.second"))
+    assert len(results) == 1 or results[0] == results[1]
+
+
+def _past_two_to_the_31():
+    """Indices of a tensor of 2^31 + 96 elements that occupies two bytes: its strides are zero."""
+    from megatron.core.optimizer.sparse_diff.gather import gather
+    from megatron.core.optimizer.sparse_diff.shards import HookedShard
+
+    numel, rank = 2**31 + 96, dist.get_rank()
+    tensor = torch.full((1,), 3.0, dtype=torch.bfloat16).expand(numel)
+    edges = [2**31 - 64, 2**31 + 32, numel]
+    shard = HookedShard(tensor, edges[rank], edges[rank + 1])
+    changed = torch.zeros(shard.numel, dtype=torch.bool)
+    changed[[0, 33, shard.numel - 1]] = True
+    shard.bits._mark(0, changed)
+    [changes], _ = gather(["long"], [tensor], [shard], dist.group.WORLD)
+    return changes.indices.tolist(), changes.values.tolist()
+
+
+def test_indices_past_two_to_the_31(world):
+    places = [2**31 - 64, 2**31 - 31, 2**31 + 31, 2**31 + 32, 2**31 + 65, 2**31 + 95]
+    assert world(2, _past_two_to_the_31) == [(places, [3.0] * 6)] * 2
+
+
+def _real_model(tied, overlap, **options):
+    """A bf16 MoE GPT through forward and backward, with expert bias updated by finalize_model_grads."""
+    from megatron.core.optimizer.sparse_diff import attach
+    from tests.dist import small_gpt
+
+    dtype = torch.bfloat16
+    with parallel(**options):
+        cfg = small_gpt.config(
+            moe=True, params_dtype=dtype, num_layers=2, moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.01, moe_router_dtype="fp32",
+        )  # fmt: skip
+        trainer = small_gpt.Trainer(cfg, small_gpt.build(cfg, tied=tied), overlap=overlap)
+        diff = attach(trainer.optimizer)
+        tensors = {entry.name: entry.tensor for entry in diff}
+        receiver = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        counts = {}
+        for version in range(2):
+            trainer.train(steps=1)
+            if overlap:  # the receiver must be right although this rank's own copy is not complete
+                for chunk in trainer.ddp:
+                    chunk.start_param_sync(force_sync=True)
+            diff.gather_changed()
+            for name, tensor in tensors.items():
+                indices, values = diff.changed(tensor)
+                if diff.is_dense(tensor):
+                    receiver[name] = values.view(tensor.shape).clone()
+                receiver[name].view(-1)[indices] = values
+                assert torch.equal(receiver[name], tensor.detach()), name
+                counts[name] = indices.numel()
+                # the router turns its bias to fp32 in the first forward
+                assert diff.is_dense(tensor) == (name.endswith("expert_bias") and version == 0), name
+            diff.clear(version)
+        return counts, {entry.name: entry.shard.route for entry in diff}
+
+
+@pytest.mark.parametrize(
+    "options", [{"tp": 2, "tied": True, "overlap": False}, {"pp": 2, "ep": 2, "tied": False, "overlap": True}]
+)
+def test_a_mixture_of_experts_through_forward_and_backward(world, options):
+    results = world(4, _real_model, **options)
+    counts = {name: n for per_rank, _ in results for name, n in per_rank.items()}
+    routes = {name: r for _, per_rank in results for name, r in per_rank.items()}
+    biases = [name for name in routes if name.endswith("expert_bias")]
+    assert biases and all(routes[name] == "shadow" and counts[name] for name in biases)
+    hooked = [name for name, route in routes.items() if route == "hooked"]
+    assert len(hooked) > 10 and sum(counts[name] for name in hooked) > 1000

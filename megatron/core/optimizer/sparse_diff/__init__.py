@@ -63,8 +63,9 @@ def attach(
     mode: str | None = None,
     model_chunks: Sequence[torch.nn.Module] | None = None,
     observe_dir: str | os.PathLike | None = None,
+    unhooked: str = "shadow",
 ) -> "SparseDiff":
     """Record which elements of the optimizer's model change from now on; see `diff.attach`."""
     from .diff import attach  # not loaded by optimizers, which need only the hook
 
-    return attach(optimizer, mode, model_chunks, observe_dir)
+    return attach(optimizer, mode, model_chunks, observe_dir, unhooked)

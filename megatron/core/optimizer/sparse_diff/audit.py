@@ -5,13 +5,13 @@
 refused: no path may yield an empty delta unseen.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .shards import DigestShard, HookedShard, ShadowShard, Shard, ValidatedShard
+from .shards import DenseShard, DigestShard, HookedShard, ShadowShard, Shard, ValidatedShard
 
 __all__ = ["Domain", "Entry", "audit", "leaves"]
 
@@ -27,6 +27,21 @@ class Entry:
     """What writes the tensor, in words."""
     leads: tuple[torch.Tensor, ...] = ()
     """Shards by which `sparse_diff_context` finds the parameter; only where hooked."""
+    home: tuple[torch.nn.Module, str] | None = None
+    """The module and attribute that hold the tensor."""
+
+    def check(self) -> None:
+        """Raise RuntimeError where the tensor cannot be read, or is not the model's any more."""
+        if self.shard.numel and not self.tensor.untyped_storage().size():
+            raise RuntimeError(f"sparse diff: {self.name} is offloaded; reload the weights first")
+        if self.home is not None:
+            module, attribute = self.home
+            held = module._parameters if attribute in module._parameters else module._buffers
+            if held.get(attribute) is not self.tensor:
+                raise RuntimeError(
+                    f"sparse diff: {self.name} was replaced by another tensor after attach; detach, and "
+                    "attach again when the model is complete"
+                )
 
 
 @dataclass
@@ -36,6 +51,9 @@ class Domain:
 
     group: Any | None
     entries: list[Entry] = field(default_factory=list)
+    complete: Callable[[], None] | None = None
+    """Fetch what other ranks own into the local tensors, where the optimizer leaves that to the next forward;
+    collective over `group`."""
 
 
 def leaves(optimizer: Any) -> list[Any]:
@@ -80,6 +98,8 @@ def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
             "its values are quantised, and a change of a scale changes elements whose bits stay",
             "Keep this parameter in bf16, or send whole weights",
         )
+    if not tensor.is_contiguous():
+        _refuse(f"{name} (not contiguous)", "its elements have no flat order", "Make it contiguous")
     as_integers = tensor.dtype.itemsize in (1, 2, 4, 8) and not tensor.is_complex()
     if not as_integers:
         _refuse(f"{name} ({tensor.dtype})", "it has no integers of its size to compare", "Cast it")
@@ -97,24 +117,54 @@ def _clipped_after_the_step(model_chunks: Sequence[torch.nn.Module]) -> set[torc
     return clipped
 
 
-def _named_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, str]:
+@dataclass(frozen=True)
+class _Place:
+    """Where the model holds a tensor."""
+
+    name: str
+    home: tuple[torch.nn.Module, str]
+
+
+def _places(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, _Place]:
     """Parameters and persistent buffers by tensor; with several chunks, names carry `vp_stages.N.`."""
-    names: dict[torch.Tensor, str] = {}
+    places: dict[torch.Tensor, _Place] = {}
     for index, chunk in enumerate(model_chunks):
         prefix = f"vp_stages.{index}." if len(model_chunks) > 1 else ""
-        for name, parameter in chunk.named_parameters():
-            names.setdefault(parameter, prefix + name)
         for module_name, module in chunk.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set and buffer is not None:
-                    names.setdefault(buffer, ".".join(filter(None, (prefix + module_name, name))))
-    return names
+            tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for attribute, tensor in tensors:
+                if attribute not in module._non_persistent_buffers_set:
+                    name = prefix + ".".join(filter(None, (module_name, attribute)))
+                    places.setdefault(tensor, _Place(name, (module, attribute)))
+    return places
+
+
+def _complete(model_chunks: Sequence[torch.nn.Module], domain: Domain) -> Callable[[], None] | None:
+    """The parameter gather of the bucket groups that hold `domain`, where it is left to the forward pass."""
+    owned = {entry.tensor for entry in domain.entries}
+    deferred = []
+    for chunk in model_chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if any(param in owned for bucket in bucket_group.buckets for param in bucket.params_list):
+                    deferred.append((chunk, bucket_group))
+    if not deferred:
+        return None
+
+    def complete() -> None:
+        for chunk, bucket_group in deferred:
+            chunk._start_bucket_group_param_sync(bucket_group, force_sync=True)
+
+    return complete
 
 
 class _Auditor:
-    def __init__(self, names: dict[torch.Tensor, str], clipped: set[torch.Tensor], validate: bool) -> None:
-        self.names, self.clipped = names, clipped
-        self.hooked_kind = ValidatedShard if validate else HookedShard
+    def __init__(
+        self, model_chunks: Sequence[torch.nn.Module], hooked: type[Shard], unhooked: type[Shard]
+    ) -> None:
+        self.model_chunks, self.hooked, self.unhooked = model_chunks, hooked, unhooked
+        self.places = _places(model_chunks)
+        self.clipped = _clipped_after_the_step(model_chunks)
         self.seen: set[torch.Tensor] = set()
 
     def entry(
@@ -126,7 +176,9 @@ class _Auditor:
         hooked: bool = False,
         leads: Iterable[torch.Tensor | None] = (),
     ) -> Entry:
-        name = self.names.get(tensor, f"<unnamed {tuple(tensor.shape)}>")
+        place = self.places.get(tensor)
+        name = f"<unnamed {tuple(tensor.shape)}>" if place is None else place.name
+        home = None if place is None else place.home
         _refuse_tensor(name, tensor)
         if tensor in self.seen:
             _refuse(name, "two optimizers own it", "Give each parameter to one optimizer")
@@ -134,9 +186,9 @@ class _Auditor:
         if tensor in self.clipped:
             path, hooked = f"{path}, then qk_clip", False
         if not hooked:
-            return Entry(name, tensor, ShadowShard(tensor, start, end), path)
+            return Entry(name, tensor, self.unhooked(tensor, start, end), path, home=home)
         leads = tuple(lead for lead in leads if lead is not None)
-        return Entry(name, tensor, self.hooked_kind(tensor, start, end), path, leads)
+        return Entry(name, tensor, self.hooked(tensor, start, end), path, leads, home)
 
     def distributed(self, leaf: Any) -> Domain:
         """DistributedOptimizer: each rank owns a range of each bucket, which may begin and end mid-tensor."""
@@ -170,6 +222,7 @@ class _Auditor:
             else:
                 route = "in place by a precision-aware inner optimizer", False
             domain.entries.append(self.entry(tensor, start, end, *route))
+        domain.complete = _complete(self.model_chunks, domain)
         return domain
 
     def _owned_parameters(self, leaf: Any) -> list[torch.Tensor]:
@@ -219,31 +272,36 @@ class _Auditor:
                     for tensors in lists
                     for tensor in tensors
                 ]
-                domains.append(Domain(group, entries))
+                domain = Domain(group, entries)
+                domain.complete = _complete(self.model_chunks, domain)
+                domains.append(domain)
         return [*domains, Domain(None, list(mine.values()))]
 
     def rest(self) -> Domain:
         """Tensors of the model that no optimizer owns."""
         domain = Domain(None)
-        for tensor, name in self.names.items():
+        for tensor, place in self.places.items():
             if tensor in self.seen:
                 continue
-            _refuse_tensor(name, tensor)
+            _refuse_tensor(place.name, tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 shard: Shard = DigestShard(tensor, 0, tensor.numel())
                 path = "nothing: frozen, checked by a digest"
             else:
                 shard, path = ShadowShard(tensor, 0, tensor.numel()), "a persistent buffer of the module"
-            domain.entries.append(Entry(name, tensor, shard, path))
+            domain.entries.append(Entry(place.name, tensor, shard, path, home=place.home))
         return domain
 
 
 def audit(
-    optimizer: Any, model_chunks: Sequence[torch.nn.Module] | None = None, validate: bool = False
+    optimizer: Any,
+    model_chunks: Sequence[torch.nn.Module] | None = None,
+    validate: bool = False,
+    unhooked: str = "shadow",
 ) -> tuple[list[Domain], list[torch.nn.Module]]:
     """A route for every tensor that `optimizer` or its model holds on this rank; and the model's chunks.
 
-    `validate` has hooked shards keep the acknowledged values too.
+    `validate` has hooked shards keep the acknowledged values too; `unhooked` is as in `attach`.
 
     Raises:
         NotImplementedError: for a path that would not be seen exactly; names the path and a way out.
@@ -265,8 +323,10 @@ def audit(
             f"sparse diff: {type(optimizer).__name__} does not know its model, whose buffers and frozen "
             "parameters would go unseen; expected attach(optimizer, model_chunks=[...])"
         )
-    names = _named_tensors(model_chunks)
-    auditor = _Auditor(names, _clipped_after_the_step(model_chunks), validate)
+    kinds = {"shadow": ShadowShard, "dense": DenseShard}
+    if unhooked not in kinds:
+        raise ValueError(f"unhooked={unhooked!r}: expected one of {', '.join(kinds)}")
+    auditor = _Auditor(model_chunks, ValidatedShard if validate else HookedShard, kinds[unhooked])
     domains: list[Domain] = []
     for top in tops:
         if isinstance(top, LayerWiseDistributedOptimizer):

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ def attach(
     mode: str | None = None,
     model_chunks: Sequence[torch.nn.Module] | None = None,
     observe_dir: str | os.PathLike | None = None,
+    unhooked: str = "shadow",
 ) -> "SparseDiff":
     """Record from now on which elements of the model change; the weights of this moment are the base.
 
@@ -34,6 +35,9 @@ def attach(
             `…observe…` writes the densities of every sync.
         model_chunks: the model, where the optimizer does not know it (Float16Optimizer, FP32Optimizer).
         observe_dir: where densities are written; None takes SPARSE_STATS_SAVED_DIR.
+        unhooked: the route of parameters that the optimizer writes without a copy (fp32, precision-aware):
+            `shadow` keeps a copy of this rank's shard to compare with, `dense` keeps nothing and sends them
+            whole every time.
 
     Raises:
         NotImplementedError: for a path whose writes would not be seen exactly; names it and a way out.
@@ -45,7 +49,7 @@ def attach(
         raise ValueError(
             f"mode={mode!r} disables sparse diff; do not attach, or give a mode such as 'update'"
         )
-    domains, chunks = audit(optimizer, model_chunks, state.validate)
+    domains, chunks = audit(optimizer, model_chunks, state.validate, unhooked)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     log = DensityLog(observe_dir, rank) if state.observe else None
     return SparseDiff(domains, chunks, state, log)
@@ -85,7 +89,7 @@ class SparseDiff:
         for chunk in model_chunks:
             for module in chunk.modules():
                 if any(p in self._entries for p in module.parameters(recurse=False)):
-                    self._hooks.append(module.register_load_state_dict_post_hook(self._loaded))
+                    self._hooks.append(module.register_load_state_dict_post_hook(self._on_load()))
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -115,11 +119,17 @@ class SparseDiff:
         for domain in self._domains:
             if group is not None and domain.group is not None and domain.group is not group:
                 continue
+            whole = False
             for entries in _buckets(domain.entries):
                 tensors = [entry.tensor for entry in entries]
                 shards = [entry.shard for entry in entries]
-                changes = gather([entry.name for entry in entries], tensors, shards, domain.group, dst)
-                gathered.update(zip(tensors, changes, strict=bool(changes)))
+                names = [entry.name for entry in entries]
+                changes, some_whole = gather(names, tensors, shards, domain.group, dst)
+                if changes is not None:
+                    gathered.update(zip(tensors, changes, strict=True))
+                whole |= some_whole
+            if whole and domain.complete is not None:
+                domain.complete()
         self._gathered = gathered
         self._observe()
 
@@ -149,7 +159,7 @@ class SparseDiff:
                 )
             self._check_readable([entry])
             self._read = True
-            [changes] = gather([entry.name], [param], [entry.shard], None)
+            [changes], _ = gather([entry.name], [param], [entry.shard], None)
         if changes is None:
             flat = param.detach().view(-1)
             changes = Changes(torch.arange(flat.numel(), device=flat.device), flat)
@@ -188,11 +198,14 @@ class SparseDiff:
         for entry in self:
             entry.shard.invalidate(reason)
 
-    def _loaded(self, module: torch.nn.Module, _: Any) -> None:
-        if self.role == "actor":
-            for param in module.parameters(recurse=False):
-                if param in self._entries:
-                    self._entries[param].shard.invalidate("load_state_dict")
+    def _on_load(self) -> Callable[[torch.nn.Module, Any], None]:
+        def loaded(module: torch.nn.Module, _: Any) -> None:
+            if self.role == "actor":
+                for param in module.parameters(recurse=False):
+                    if param in self._entries:
+                        self._entries[param].shard.invalidate("load_state_dict")
+
+        return loaded  # a function: a copy of the model shares it, and does not copy what it belongs to
 
     @contextlib.contextmanager
     def weights_role(self, role: str, verify: bool = True) -> Iterator[None]:
@@ -296,8 +309,7 @@ class SparseDiff:
                 f"sparse diff: the model holds the weights of {self.role!r}; leave weights_role first"
             )
         for entry in entries:
-            if entry.shard.numel and not entry.tensor.untyped_storage().size():
-                raise RuntimeError(f"sparse diff: {entry.name} is offloaded; reload the weights first")
+            entry.check()
 
 
 def _buckets(entries: list[Entry]) -> Iterator[list[Entry]]:

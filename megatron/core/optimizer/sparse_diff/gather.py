@@ -16,7 +16,7 @@ def gather(
     shards: Sequence[Shard],
     group: dist.ProcessGroup | None,
     dst: int | None = None,
-) -> list[Changes | None]:
+) -> tuple[list[Changes | None] | None, bool]:
     """Seal `shards` and join their changes over `group`; the ranges of its ranks are disjoint.
 
     One collective carries the sizes of all the tensors, one the indices, and one the values of each dtype.
@@ -29,7 +29,8 @@ def gather(
         dst: the rank in `group` that receives; all of them where None.
 
     Returns:
-        Per tensor its `Changes`, or None where a rank needs it sent whole; empty on ranks other than `dst`.
+        Per tensor its `Changes`, or None where a rank needs it sent whole, in place of all of which None on
+        ranks other than `dst`; and, the same on all ranks, whether any must be sent whole.
 
     Raises:
         RuntimeError: on all ranks, where a validated shard of any of them missed a change.
@@ -38,7 +39,7 @@ def gather(
     if group is None or dist.get_world_size(group) == 1:
         for name, shard in zip(names, shards, strict=True):
             _raise_if_missed(name, *(getattr(shard, "missed", None) or (0, 0)))
-        return mine
+        return mine, None in mine
     device = tensors[0].device
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     for p, shard in enumerate(shards):
@@ -73,11 +74,12 @@ def gather(
         for p, received in enumerate(_exchange(pieces, counts_RP, other, group, dst)):
             values[p] = received if received is not None else values[p]
     if dst is not None and dist.get_rank(group) != dst:
-        return []
-    return [
+        return None, any(whole)
+    changes = [
         None if whole[p] else _in_order(indices[p], values[p], [row[p] for row in starts_RP])
         for p in range(len(tensors))
     ]
+    return changes, any(whole)
 
 
 def _raise_if_missed(name: str, count: int, first: int, rank: int | None = None) -> None:

@@ -215,6 +215,7 @@ class ShadowShard(Shard):
         self._take()
 
     def _take(self) -> None:
+        self._dtype = self.tensor.dtype
         current = as_bits(self.values())
         size = -(-current.nbytes // 8) * 8
         self._store = torch.empty(size + 8, dtype=torch.uint8, device=current.device)
@@ -230,6 +231,9 @@ class ShadowShard(Shard):
         """Nothing to do: the comparison sees replaced values like any other."""
 
     def probe(self) -> torch.Tensor:
+        if self.tensor.dtype != self._dtype:  # routers keep expert_bias in fp32 from their first forward on
+            super().invalidate(f"its type changed from {self._dtype} to {self.tensor.dtype}")
+            self._take()
         return self._store[-8:].view(torch.int64)[0]
 
     def mask(self) -> Bitmask:
