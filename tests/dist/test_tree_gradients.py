@@ -1,0 +1,113 @@
+"""A trainer's step over trees: loss and every gradient equal those of its trajectories one by one, in every
+layout.
+
+The linear side is always one process, one trajectory a micro-batch, each a chain through the same backend,
+and for dense models also the plain unpacked layout. fp64; MoE computes its router in fp32.
+"""
+
+import pytest
+
+from tests.dist.tree_trainer import BREAKS, CORE, FULL, ONE_BY_ONE, difference, step
+
+MODELS = {
+    "gqa": dict(model={}),
+    "tied": dict(model={}, options=dict(tied=True)),
+    "partial-rope": dict(model={}, options=dict(rotary_percent=0.5)),
+    "mla-yarn": dict(model=dict(mla=True, rope_type="yarn")),
+    "moe": dict(model=dict(moe=True)),
+}
+TOLERANCE = {name: 2e-5 if name == "moe" else 1e-10 for name in MODELS}
+_references = {}
+
+
+def reference(world, name, loss, plain=False):
+    """One by one, one process; computed once."""
+    key = name, loss, plain
+    if key not in _references:
+        _references[key] = world(1, step, {}, loss=loss, plain=plain, **ONE_BY_ONE, **MODELS[name])
+    return _references[key]
+
+
+def check(world, name, loss, size=1, groups=None, model=None, **plan):
+    case = {**MODELS[name], "model": {**MODELS[name]["model"], **(model or {})}}
+    ranks = world(size, step, groups or {}, loss=loss, **case, **plan)
+    error, where = difference(ranks, reference(world, name, loss))
+    # Upstream divides by the number of tokens through a fp32 reciprocal.
+    assert error < max(TOLERANCE[name], 1e-7 if plan.get("per_token_loss") else 0), where
+    return ranks
+
+
+@pytest.mark.parametrize("loss", ["nll", "ppo", "gspo"])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_process(world, name, loss):
+    check(world, name, loss)
+    if loss == "ppo":
+        check(world, name, loss, per_token_loss=True)
+
+
+@pytest.mark.parametrize("loss", ["nll", "ppo", "gspo"])
+def test_plain_unpacked_layout(world, loss):
+    plain = reference(world, "gqa", loss, plain=True)
+    error, where = difference(world(1, step, {}, loss=loss, **MODELS["gqa"]), plain)
+    assert error < 1e-10, where
+
+
+# Pipeline stages exchange micro-batches of different lengths; even a dense model must then name alltoall.
+LENGTHS = dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+LAYOUTS = {
+    "tp2": (2, dict(tp=2), {}),
+    "tp2-sp-full-recompute": (2, dict(tp=2), dict(sequence_parallel=True, **FULL)),
+    "pp2": (2, dict(pp=2), LENGTHS),
+    "dp2": (2, {}, {}),
+    "tp2-pp2-sp": (4, dict(tp=2, pp=2), dict(sequence_parallel=True, **LENGTHS)),
+    "dp2-pp2-core-recompute": (4, dict(pp=2), {**CORE, **LENGTHS}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["gqa", "moe"])
+def test_layouts(world, name, layout):
+    size, groups, model = LAYOUTS[layout]
+    if name == "moe" and layout == "tp2":
+        model = dict(sequence_parallel=True)  # upstream asks for it with experts
+    check(world, name, "ppo", size, groups, model)
+
+
+def test_layouts_of_other_models(world):
+    check(world, "tied", "gspo", 4, dict(tp=2, pp=2), dict(sequence_parallel=True, **LENGTHS))
+    # Not tensor-parallel: upstream's local MLA then loses a part of the gradient, trees or not.
+    check(world, "mla-yarn", "gspo", 4, dict(pp=2), LENGTHS)
+
+
+@pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "full-recompute"])
+def test_virtual_pipeline(world, recompute):
+    # All of one length: the interleaved schedule's exchange of shapes does not end on gloo.
+    four = {"num_layers": 4}
+    want = world(1, step, {}, four, **ONE_BY_ONE)
+    got = world(
+        2, step, dict(pp=2, vpp=2), {**four, **recompute}, micro_batch_multiple=2, pad_to_multiple_of=40
+    )
+    error, where = difference(got, want)
+    assert error < 1e-10, where
+
+
+def test_expert_parallel(world):
+    check(world, "moe", "gspo", 2, dict(ep=2))
+
+
+@pytest.mark.parametrize("per_token_loss", [False, True])
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_data_parallel_with_dummies(world, loss, per_token_loss):
+    # Two micro-batches of everything, at least four a rank: most of them are dummies.
+    options = dict(max_tokens=60, micro_batch_multiple=4, per_token_loss=per_token_loss)
+    ranks = check(world, "gqa", loss, 2, **options)
+    assert [count for _, _, count in ranks] == [4, 4]
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+@pytest.mark.parametrize("name", ["gqa", "moe"])
+def test_a_broken_rule_is_seen(world, name, broken):
+    options = dict(micro_batch_multiple=4) if broken == "dummies not counted" else {}
+    ranks = world(1, step, {}, loss="ppo", alter=broken, **MODELS[name], **options)
+    error, _ = difference(ranks, reference(world, name, "ppo"))
+    assert error > 1e-2

@@ -1,0 +1,243 @@
+"""One training step over trajectories, as a trainer makes it: plan, model, log-probabilities, its own loss,
+gradients.
+
+`step` runs on every rank of some layout; `reference` is the same step one trajectory at a time, in a linear
+layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tree_training import Trajectory, log_probs_and_entropy, plan_micro_batches
+from tests.dist import small_gpt
+from tests.dist.world import parallel
+
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+CORE = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+
+
+def trajectories(seed=0):
+    """Groups that share prompts, a tree of turns, a duplicate, a prefix of another, an empty response, one
+    token."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return torch.randint(0, small_gpt.VOCAB, (n,), generator=g).tolist()
+
+    sequences = []
+    for _ in range(2):
+        prompt = draw(5)
+        sequences += [(prompt + draw(n), 5) for n in (4, 1, 6)]
+    first, turn = draw(4), draw(3)
+    sequences += [(first + turn + draw(2), 4), (first + turn + draw(5), 4), (first + draw(3), 4)]
+    sequences += [sequences[0], (sequences[0][0][:7], 5), (first, 4), (draw(1), 1)]
+    made = []
+    for tokens, prompt in sequences:
+        n = len(tokens)
+        mask = (torch.rand(n, generator=g) < 0.7) & (torch.arange(n) >= prompt)
+        values = {
+            "old": -4.2 + 0.4 * torch.randn(n, generator=g, dtype=torch.float64),
+            "advantage": torch.randn(n, generator=g, dtype=torch.float64),
+        }
+        made.append(Trajectory(tokens, mask, values, {"advantage": float(torch.randn(1, generator=g))}))
+    return made
+
+
+def nll(lp, entropy, batch, i):
+    return -(lp * batch.loss_mask[i]).sum()
+
+
+def ppo(lp, entropy, batch, i):
+    """Clipped surrogate with per-token advantages and an entropy bonus."""
+    ratio = (lp - batch.values["old"][i]).exp()
+    advantage = batch.values["advantage"][i]
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -((surrogate + 0.01 * entropy) * batch.loss_mask[i]).sum()
+
+
+def gspo(lp, entropy, batch, i):
+    """Clipped surrogate of the geometric mean ratio of a sequence."""
+    mask = batch.loss_mask[i]
+    ratio = (((lp - batch.values["old"][i]) * mask).sum() / mask.sum().clamp(min=1)).exp()
+    advantage = batch.trajectory_values["advantage"][i]
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage) * mask.any()
+
+
+LOSSES = {"nll": (nll, "token"), "ppo": (ppo, "token"), "gspo": (gspo, "trajectory")}
+
+
+def siblings_visible(batch):
+    metadata = batch.tree_metadata
+    metadata._cache["subtree_end"] = torch.full_like(metadata.subtree_end, metadata.padded_size)
+
+
+def targets_from_the_packed_neighbour(batch):
+    T = batch.padded_size
+    batch.source_T = torch.arange(-1, T - 1)
+    batch.target_M = torch.arange(1, T)
+    batch.target_start_T = torch.arange(T + 1, dtype=torch.int32).clamp(max=T - 1)
+
+
+def shared_tokens_weighted_once(batch):
+    first = torch.zeros(batch.linear_tokens, dtype=torch.bool)
+    seen = set()
+    for i, place in enumerate(batch.index_L.tolist()):
+        first[i] = place not in seen
+        seen.add(place)
+    unpack = batch.unpack_linear
+    batch.unpack_linear = lambda values: torch.where(first, unpack(values), unpack(values).detach())
+
+
+def denominators_of_the_packed_layout(batch):
+    batch.totals = dataclasses.replace(batch.totals, loss_tokens=batch.packed_tokens)
+
+
+def dummies_not_counted(batch):
+    batch.totals = dataclasses.replace(batch.totals, num_microbatches=1)
+
+
+BREAKS = {
+    "siblings visible": siblings_visible,
+    "targets from the packed neighbour": targets_from_the_packed_neighbour,
+    "shared tokens weighted once": shared_tokens_weighted_once,
+    "denominators of the packed layout": denominators_of_the_packed_layout,
+    "dummies not counted": dummies_not_counted,
+}
+
+
+def step(
+    groups, model, loss="ppo", *, alter=None, seed=0, plain=False, options=None, per_token_loss=False, **plan
+):
+    """One step on this rank: (gradients by global name, loss of the step or None, number of micro-batches).
+
+    plain: unpacked upstream layout, a causal mask and no tree metadata. alter: a name in BREAKS.
+    plan: options of plan_micro_batches.
+    """
+    with parallel(**groups):
+        model = {"params_dtype": torch.float64, "num_layers": 2, **model}
+        cfg = small_gpt.config(**{"calculate_per_token_loss": per_token_loss, **model})
+        chunks = small_gpt.build(cfg, **(options or {}))
+        planned = plan_micro_batches(
+            trajectories(seed),
+            plan.pop("max_tokens", 40),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            vocab_size=small_gpt.VOCAB,
+            **{"pad_to_multiple_of": 2 * groups.get("tp", 1), **plan},
+        )
+        batches = list(planned.micro_batches(parallel_state.get_data_parallel_rank()))
+        for batch in batches if alter else ():
+            BREAKS[alter](batch)
+        return run(cfg, chunks, batches, LOSSES[loss], plain, per_token_loss)
+
+
+def run(cfg, chunks, batches, loss, plain=False, per_token_loss=False):
+    terms, per = loss
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False, use_distributed_optimizer=False)
+    wrapped = [DistributedDataParallel(cfg, ddp, chunk) for chunk in chunks]
+    cfg.finalize_model_grads_func, cfg.grad_scale_func = finalize_model_grads, None
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+
+    def forward_step(iterator, chunk):
+        batch = next(iterator)
+        first = parallel_state.is_pipeline_first_stage()
+        params, mask = batch.packed_seq_params, None
+        if plain:
+            size = batch.padded_size
+            params, mask = None, torch.triu(torch.ones(size, size, dtype=torch.bool), 1)[None, None]
+        output = chunk(
+            batch.tokens if first else None,  # as upstream's schedules: no ids on later stages
+            batch.position_ids if first else None,
+            mask,
+            packed_seq_params=params,
+        )
+
+        def loss_func(logits):
+            lp, entropy = log_probs_and_entropy(logits, batch, tp_group)
+            lps, entropies = batch.unpack(lp), batch.unpack(entropy)
+            # A dummy has no trajectory: start from a zero that hangs on the logits.
+            total = 0 * lp.sum()
+            for i in range(batch.num_trajectories):
+                total = total + terms(lps[i], entropies[i], batch, i)
+            if per_token_loss:
+                summed, count = batch.summed_loss(total, per)
+                return summed, count, {"sum": float(total.detach())}
+            return batch.averaged_loss(total, per), {"sum": float(total.detach())}
+
+        return output, loss_func
+
+    virtual = len(wrapped) > 1
+    reported = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in wrapped] if virtual else iter(batches),
+        model=wrapped if virtual else wrapped[0],
+        num_microbatches=len(batches),
+        seq_length=max(b.padded_size for b in batches),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    gradients = {}
+    for chunk in wrapped:
+        for name, parameter in small_gpt.global_names(chunk.module).items():
+            gradients[name] = (parameter.main_grad.clone(), *_sharding(parameter))
+    total = None
+    if reported:
+        totals = batches[0].totals
+        total = torch.tensor([sum(r["sum"] for r in reported)], dtype=torch.float64)
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        total = total.item() / (totals.trajectories if per == "trajectory" else totals.loss_tokens)
+    return gradients, total, len(batches)
+
+
+def _sharding(parameter):
+    """(size, rank, dim, stride) of this rank's shard, or a size of 1."""
+    if getattr(parameter, "allreduce", True):
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+    else:
+        size = parallel_state.get_expert_tensor_parallel_world_size()
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+    if not getattr(parameter, "tensor_model_parallel", False):
+        size = 1
+    return size, rank, getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
+
+
+def difference(ranks, reference):
+    """Largest difference between ranks' gradients and whole ones, relative to the largest entry of each
+    parameter.
+
+    Returns (relative difference, name), and checks that every parameter of the reference was seen.
+    """
+    whole, seen, worst = reference[0][0], set(), (0.0, "")
+    top = max(float(value[0].abs().max()) for value in whole.values())
+    for gradients, _, _ in ranks:
+        for name, (got, size, rank, dim, stride) in gradients.items():
+            if name not in whole:  # a tied output layer on a later stage
+                name = name.replace("output_layer", "embedding.word_embeddings")
+            want = whole[name][0]
+            if size > 1:
+                want = torch.cat([part.chunk(size, dim)[rank] for part in want.chunk(stride, dim)], dim)
+            assert torch.isfinite(got).all(), name
+            scale = max(float(want.abs().max()), 1e-6 * top)
+            worst = max(worst, (float((got - want).abs().max()) / scale, name))
+            seen.add(name)
+    assert seen == whole.keys() and top > 1e-3
+    losses = {loss for _, loss, _ in ranks if loss is not None}
+    for loss in losses:
+        worst = max(worst, (abs(loss - reference[0][1]) / abs(reference[0][1]), "loss"))
+    assert losses
+    return worst
+
+
+ONE_BY_ONE = dict(share_prefixes=False, max_trajectories=1)
