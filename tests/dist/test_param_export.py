@@ -1,111 +1,25 @@
-"""Sharded Megatron models export the very tensors of the Hugging Face model, in every layout."""
+"""Changed elements, receivers, and layouts that the proof must refuse. Round trips: with the families."""
 
+import dataclasses
+import zlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.dist.export_references import reference
 from tests.dist.world import parallel
 
-SIZES = dict(
-    vocab_size=53,
-    hidden_size=36,
-    intermediate_size=44,
-    num_hidden_layers=5,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=10,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-6,
-)
-THETA = 10000.0
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """``reference(tied)``: (configuration as plain fields, file with weights, tokens, logits)."""
-    made = {}
-
-    def make(tied):
-        if tied not in made:
-            from safetensors.torch import save_file
-            from transformers import Qwen3Config, Qwen3ForCausalLM
-
-            torch.manual_seed(11 + tied)
-            config = Qwen3Config(
-                **SIZES,
-                tie_word_embeddings=tied,
-                rope_parameters={"rope_type": "default", "rope_theta": THETA},
-                use_cache=False,
-            )
-            model = Qwen3ForCausalLM(config).float().eval()
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    p.copy_(1 + 0.3 * torch.randn_like(p) if "norm" in name else 0.2 * torch.randn_like(p))
-            tokens = torch.randint(0, SIZES["vocab_size"], (2, 13))
-            with torch.no_grad():
-                logits = model(tokens).logits
-            state = {
-                n: t.clone() for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")
-            }
-            path = str(tmp_path_factory.mktemp("hf") / "model.safetensors")
-            save_file(state, path)
-            fields = config.to_dict() | {"rope_theta": THETA}
-            made[tied] = fields, path, tokens, logits
-        return made[tied]
-
-    return make
-
-
 LAYOUTS = {
-    "tp1": (1, {}, {}),
-    "tp2": (2, dict(tp=2), {}),
-    "pp2": (2, dict(pp=2), {}),
-    "dp2": (2, {}, {}),
-    "tp2-pp2": (4, dict(tp=2, pp=2), {}),
-    "kv-heads-below-tp": (4, dict(tp=4), dict(heads=8)),
+    "tp1": (1, {}),
+    "tp2": (2, dict(tp=2)),
+    "pp2": (2, dict(pp=2)),
+    "dp2": (2, {}),
+    "tp2-pp2": (4, dict(tp=2, pp=2)),
+    "ep2": (2, dict(ep=2)),
+    "ep2-pp2": (4, dict(ep=2, pp=2)),
+    "ep2-etp2": (4, dict(tp=2, ep=2, etp=2)),
 }
-
-
-def round_trip(groups, fields, path, tokens, bucket_bytes, receivers="all"):
-    from safetensors.torch import load_file
-
-    from megatron.core.param_export import build_plan, export, load
-    from tests.dist import export_models
-
-    state = load_file(path)
-    hf = SimpleNamespace(**fields)
-    with parallel(**groups):
-        chunks = export_models.build(hf)
-        plan = build_plan(chunks, hf).prove()
-        load(plan, state)
-        names = []
-        for name, tensor in export(plan, receivers=receivers, bucket_bytes=bucket_bytes):
-            assert tensor.dtype == state[name].dtype and tensor.shape == state[name].shape, name
-            assert torch.equal(tensor, state[name]), name
-            names.append(name)
-        out = export_models.logits(chunks, tokens)
-        return names, out, plan.digest
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "dp2", "tp2-pp2"])
-def test_round_trip_and_logits(world, reference, layout, tied):
-    size, groups, _ = LAYOUTS[layout]
-    fields, path, tokens, want = reference(tied)
-    results = world(size, round_trip, groups, fields, path, tokens, bucket_bytes=20_000)
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        expected = sorted(file.keys())
-    seen = 0
-    for names, logits, digest in results:
-        assert sorted(names) == expected
-        assert names == results[0][0] and digest == results[0][2]
-        if logits is not None:
-            seen += 1
-            torch.testing.assert_close(logits[..., : fields["vocab_size"]], want, rtol=2e-5, atol=2e-5)
-    assert seen == (size if "pp2" not in layout else size // 2)
 
 
 def changed_elements(groups, fields, path, receiver):
@@ -123,13 +37,25 @@ def changed_elements(groups, fields, path, receiver):
         chunks = export_models.build(hf)
         plan = build_plan(chunks, hf).prove()
         load(plan, state)
-        dp, dps = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        ps = parallel_state
+        ranks = {  # kind of tensor -> data-parallel rank and size, tensor-parallel rank
+            "dense": (
+                ps.get_data_parallel_rank(),
+                ps.get_data_parallel_world_size(),
+                ps.get_tensor_model_parallel_rank(),
+            ),
+            "expert": (
+                ps.get_expert_data_parallel_rank(),
+                ps.get_expert_data_parallel_world_size(),
+                ps.get_expert_tensor_parallel_rank(),
+            ),
+        }
         changed = []
         for entry in plan.entries:
-            seed = sum(entry.global_name.encode()) + (0 if entry.sharer else 0)
+            dp, dps, tp = ranks[entry.remote.kind]
             # replicas and data-parallel ranks change alike; shards differ through their tensor-parallel rank
-            shard = 0 if "norm" in entry.name else parallel_state.get_tensor_model_parallel_rank()
-            generator = torch.Generator().manual_seed(1000 * seed + shard)
+            shard = 0 if entry.remote.replicated else tp
+            generator = torch.Generator().manual_seed(zlib.crc32(entry.global_name.encode()) * 8 + shard)
             flat = entry.tensor.detach().view(-1)
             index = torch.randperm(flat.numel(), generator=generator)[: 1 + flat.numel() // 50].sort().values
             if entry.name == "output_layer.weight" and hf.tie_word_embeddings:
@@ -160,33 +86,76 @@ def changed_elements(groups, fields, path, receiver):
         return count
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "dp2", "tp2-pp2"])
-def test_changed_elements_arrive(world, reference, layout):
-    size, groups, _ = LAYOUTS[layout]
-    fields, path, _, _ = reference(layout == "pp2")
+@pytest.mark.parametrize(
+    "case, layout",
+    [
+        ("qwen3", "tp1"),
+        ("qwen3", "tp2"),
+        ("qwen3-tied", "pp2"),
+        ("qwen3", "dp2"),
+        ("qwen3", "tp2-pp2"),
+        ("qwen3_moe", "ep2"),
+        ("deepseek_v3", "ep2-etp2"),
+        ("gpt_oss", "ep2"),
+    ],
+)
+def test_changed_elements_arrive(world, case, layout):
+    size, groups = LAYOUTS[layout]
+    fields, path, _, _ = reference(case)
     receiver = size - 1
     counts = world(size, changed_elements, groups, fields, path, receiver)
     assert counts[receiver] > 500 and all(c is None for r, c in enumerate(counts) if r != receiver)
 
 
-def given_receivers(fields, path, receivers):
+def given_receivers(groups, fields, path, receivers):
+    """How many tensors arrived here, all of them right."""
     from safetensors.torch import load_file
 
     from megatron.core.param_export import build_plan, export, load
     from tests.dist import export_models
 
     state, hf = load_file(path), SimpleNamespace(**fields)
-    with parallel(tp=2):
+    with parallel(**groups):
         plan = build_plan(export_models.build(hf), hf).prove()
         load(plan, state)
-        return sum(torch.equal(t, state[n]) for n, t in export(plan, receivers=receivers))
+        live = {e.tensor.untyped_storage().data_ptr() for e in plan.entries}
+        count = 0
+        for name, tensor in export(plan, receivers, bucket_bytes=30_000):
+            assert torch.equal(tensor, state[name]), name
+            assert tensor.untyped_storage().data_ptr() not in live, name
+            tensor.fill_(float("nan"))  # ours to write: neither parameters nor later tensors may suffer
+            count += 1
+        assert len(plan.schedules) == 1
+        for step in next(iter(plan.schedules.values())).buckets:
+            assert step.nbytes <= 30_000 or len({name.split(".")[2] for name, *_ in step.tensors}) == 1
+        again = dict(export(plan, receivers, bucket_bytes=30_000))
+        assert len(plan.schedules) == 1 and len(again) == count
+        assert all(torch.equal(tensor, state[name]) for name, tensor in again.items())
+        return count
 
 
-def test_only_the_given_receivers_get_tensors(world, reference):
-    fields, path, _, _ = reference(False)
-    count = len(set(torch_names(path)))
-    assert world(2, given_receivers, fields, path, [1]) == [0, count]
-    assert world(2, given_receivers, fields, path, [0, 1]) == [count, count]
+@pytest.mark.parametrize(
+    "case, layout, receivers",
+    [
+        ("qwen3", "tp2", [1]),
+        ("qwen3", "tp2", 0),
+        ("qwen3", "pp2", [0]),
+        ("qwen3", "pp2", 1),
+        ("qwen3-tied", "tp2-pp2", [3]),
+        ("qwen3", "tp2-pp2", [1, 2]),
+        ("qwen3_moe", "ep2", [1]),
+        ("qwen3_moe", "ep2-pp2", [2]),
+        ("qwen3_moe", "ep2-pp2", "nodes"),
+        ("gpt_oss", "ep2-pp2", "all"),
+    ],
+)
+def test_only_the_given_receivers_get_tensors(world, case, layout, receivers):
+    size, groups = LAYOUTS[layout]
+    fields, path, _, _ = reference(case)
+    named = {"nodes": [0], "all": range(size)}.get(receivers if isinstance(receivers, str) else "")
+    named = named or ([receivers] if isinstance(receivers, int) else receivers)
+    counts = world(size, given_receivers, groups, fields, path, receivers)
+    assert counts == [len(torch_names(path)) if rank in named else 0 for rank in range(size)]
 
 
 def torch_names(path):
@@ -200,7 +169,7 @@ def broken(how, fields):
     """Prove the plan of a model that was broken on one rank; the message, which all ranks must share."""
     import torch.distributed as dist
 
-    from megatron.core.param_export import LayoutError, build_plan, layout
+    from megatron.core.param_export import LayoutError, build_plan, layout, pieces
     from megatron.core.param_export import plan as plan_module
     from tests.dist import export_models
 
@@ -224,14 +193,23 @@ def broken(how, fields):
             kept = layout.glu
             layout.glu = lambda place, roles, *rest: kept(place, roles[::-1], *rest)
             undo = lambda: setattr(layout, "glu", kept)  # noqa: E731
+        elif how == "glu halves overlap" and one:
+            kept = layout.glu
+            layout.glu = lambda place, roles, *rest: kept(place, (roles[0], roles[0]), *rest)
+            undo = lambda: setattr(layout, "glu", kept)  # noqa: E731
+        elif how == "columns of another rank" and one:
+            kept = pieces.Shard.even
+            pieces.Shard.even = lambda local, rank=0, ranks=1: kept(local, 0, ranks)
+            undo = lambda: setattr(pieces.Shard, "even", kept)  # noqa: E731
         elif how == "padding kept":
             kept = plan_module._VOCABULARY
             plan_module._VOCABULARY = ()
             undo = lambda: setattr(plan_module, "_VOCABULARY", kept)  # noqa: E731
         elif how == "owner missing" and one:
-            kept = plan_module._rank
-            plan_module._rank = lambda groups, name: 1
-            undo = lambda: setattr(plan_module, "_rank", kept)  # noqa: E731
+            kept = plan_module.position
+            replica = {"dense": 1, "expert": 1}
+            plan_module.position = lambda *args: dataclasses.replace(kept(*args), replica=replica)
+            undo = lambda: setattr(plan_module, "position", kept)  # noqa: E731
         elif how == "two owners" and one:
             kept = plan_module._rank
             plan_module._rank = lambda groups, name: 0
@@ -252,11 +230,19 @@ def broken(how, fields):
         ("parameter without a rule", r"rank 1: chunk 0: decoder.layers.1.mlp.temperature: no rule .*\(MLP\)"),
         ("buffer without a rule", r"rank 1: chunk 0: decoder.layers.1.mlp.running: no rule"),
         ("other configuration", r"rank 1: its configuration asks for other tensors"),
-        ("missing module", r"1 fault\n  model.layers.2.self_attn.q_norm.weight: no rank owns any part of it"),
+        (
+            "missing module",
+            r"rank 1: its dense tensors are not the shards .*\n  model.layers.2.self_attn.q_norm.weight: no rank owns",
+        ),
         (
             "glu halves swapped",
             r"rank 1: decoder.layers.0.mlp.linear_fc1.weight is divided otherwise than on rank 0",
         ),
+        (
+            "glu halves overlap",
+            r"layers.0.mlp.gate_proj.weight: overlap at \[22, 0\] of \[44, 36\], covered by rank 1",
+        ),
+        ("columns of another rank", r"layers.0.self_attn.o_proj.weight: overlap at \[0, 0\] of \[36, 60\]"),
         (
             "padding kept",
             r"embed_tokens.weight: the configuration says \(53, 36\), but .* \(72, 36\) in the model",
@@ -265,12 +251,142 @@ def broken(how, fields):
         ("two owners", r"norm.weight: overlap at \[0\] of \[36\], covered by rank 0 (\S+), rank 1 \1"),
     ],
 )
-def test_a_broken_layout_is_refused_alike_on_all_ranks(world, reference, how, message):
+def test_a_broken_layout_is_refused_alike_on_all_ranks(world, how, message):
     import re
 
-    fields, _, _, _ = reference(False)
+    fields, _, _, _ = reference("qwen3")
     first, second = world(2, broken, how, fields)
     assert first == second is not None
     assert re.search(message, first), first
     assert first.startswith("the layout plan is not exact: ")
     assert first.count("\n") <= 11
+
+
+def broken_experts(how, fields):
+    import torch.distributed as dist
+
+    from megatron.core.param_export import LayoutError, build_plan
+    from tests.dist import export_models
+
+    hf = SimpleNamespace(**fields)
+    with parallel(ep=2):
+        chunks = export_models.build(hf)
+        moe = chunks[0].decoder.layers[2].mlp
+        if dist.get_rank() == 1:
+            if how == "expert offset":
+                moe.local_expert_indices = [1, 2]
+            elif how == "expert order":
+                moe.local_expert_indices = [3, 2]
+            elif how == "expert missing":
+                del moe.experts.local_experts[1], moe.local_expert_indices[1]
+        try:
+            build_plan(chunks, hf).prove()
+        except LayoutError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        (
+            "expert offset",
+            r"experts.1.gate_proj.weight: overlap at \[0, 0\] of .*, covered by rank 0 (.*), rank 1 \1",
+        ),
+        ("expert missing", r"rank 1: its expert tensors are not the shards that rank 0 has"),
+        ("expert order", None),  # a permutation of the experts that the module itself states is no fault
+    ],
+)
+def test_broken_experts_are_refused(world, how, message):
+    import re
+
+    fields, _, _, _ = reference("qwen3_moe")
+    first, second = world(2, broken_experts, how, fields)
+    assert first == second
+    assert (message is None) == (first is None)
+    assert message is None or re.search(message, first), first
+
+
+def misuse(fields):
+    from megatron.core.param_export import build_plan, export, export_changed, load
+    from tests.dist import export_models
+
+    hf = SimpleNamespace(**fields)
+    told = []
+    with parallel():
+        chunks = export_models.build(hf)
+        plan = build_plan(chunks, hf)
+        for use in (lambda: export(plan), lambda: load(plan, {}), lambda: next(export_changed(plan, []))):
+            with pytest.raises(ValueError, match="the plan is not proven: call prove"):
+                use()
+        plan.prove()
+        for receivers in ([1], "some", [], -1):
+            with pytest.raises(ValueError, match=r"receivers: 'all', 'nodes' or ranks of 0..0, got") as error:
+                export(plan, receivers)
+            told.append(str(error.value))
+        weight = chunks[0].output_layer.weight
+        with pytest.raises(KeyError, match=r"a tensor of shape \[3\] is not in this plan"):
+            plan.to_full(torch.zeros(3), torch.zeros(1, dtype=torch.int64))
+        with pytest.raises(
+            ValueError, match=r"output_layer.weight: values are torch.float64, the parameter is"
+        ):
+            next(export_changed(plan, [(weight, torch.tensor([1]), torch.zeros(1, dtype=torch.float64))]))
+        with pytest.raises(ValueError, match=r"lm_head.weight: shape \(1,\), expected \(53, 36\)"):
+            load(plan, lambda name: torch.zeros(1 if name == "lm_head.weight" else plan.expected[name]))
+        assert plan.is_current()
+        chunks[0].output_layer.weight = torch.nn.Parameter(weight.detach().clone())
+        assert not plan.is_current()
+    return told
+
+
+def test_misuse_is_told(world):
+    fields, _, _, _ = reference("qwen3")
+    (told,) = world(1, misuse, fields)
+    assert told[0].endswith("got [1]")
+
+
+def released(fields, path):
+    """Parameters whose memory is gone are read from a backup."""
+    from safetensors.torch import load_file
+
+    from megatron.core.param_export import build_plan, export, load
+    from tests.dist import export_models
+
+    state, hf = load_file(path), SimpleNamespace(**fields)
+    with parallel(tp=2):
+        chunks = export_models.build(hf)
+        plan = build_plan(chunks, hf).prove()
+        load(plan, state)
+        backup = {id(e.tensor): e.tensor.detach().clone() for e in plan.entries}
+        export_models.poison(chunks)
+        return all(torch.equal(t, state[n]) for n, t in export(plan, read=lambda tensor: backup[id(tensor)]))
+
+
+def test_parameters_can_be_read_from_a_backup(world):
+    fields, path, _, _ = reference("qwen3")
+    assert world(2, released, fields, path) == [True, True]
+
+
+def shares(fields, path):
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from megatron.core.param_export import build_plan, load
+    from megatron.weight_sync import fingerprint, fingerprint_boxes
+    from tests.dist import export_models
+
+    state, hf = load_file(path), SimpleNamespace(**fields)
+    with parallel(tp=2, etp=1, ep=2):
+        plan = build_plan(export_models.build(hf), hf).prove()
+        load(plan, state)
+        mine = fingerprint_boxes((e.tensor, e.boxes) for e in plan.entries if e.owner)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return everyone, fingerprint(state)
+
+
+def test_fingerprint_shares_of_the_owners_add_up(world):
+    from megatron.weight_sync import add
+
+    fields, path, _, _ = reference("gpt_oss")
+    for everyone, want in world(4, shares, fields, path):
+        assert add(*everyone) == want

@@ -8,7 +8,8 @@ for name, index, value in export_changed(plan, changed):   # only what changed
     ...
 """
 
-from megatron.core.param_export.exporter import export, export_changed, load
+from megatron.core.param_export.changed import export_changed
+from megatron.core.param_export.exporter import export, load
 from megatron.core.param_export.plan import LayoutError, Plan, build_plan
 
 __all__ = ["LayoutError", "Plan", "build_plan", "export", "export_changed", "load"]

@@ -1,128 +1,203 @@
-"""Exporting full Hugging Face tensors, loading them, and sending only the changed elements."""
+"""Exporting full Hugging Face tensors, and loading them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.param_export.plan import Plan
+from megatron.core.param_export.schedule import Bucket, Part, Schedule, schedule
 
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 
 
-def units(plan: Plan) -> list[list[str]]:
-    """Full tensors that share a local tensor (q, k and v; gate and up) travel together; in export order."""
-    parent = {name: name for name in plan.expected}
+def receiving_ranks(plan: Plan, receivers: str | int | Sequence[int]) -> list[int]:
+    """Ranks of the plan's group named by "all", "nodes" (the first rank of every host), a rank or several.
 
-    def root(name):
-        while parent[name] != name:
-            parent[name] = name = parent[parent[name]]
-        return name
-
-    for entries in plan.world:
-        for entry in entries:
-            names = dict.fromkeys(box.full_name for box in entry.boxes)
-            if entry.owner and names:
-                first, *rest = (root(name) for name in names)
-                for other in rest:
-                    parent[root(other)] = root(first)
-    grouped: dict[str, list[str]] = {}
-    for name in plan.expected:
-        grouped.setdefault(root(name), []).append(name)
-    return list(grouped.values())
-
-
-def buckets(plan: Plan, limit: int = DEFAULT_BUCKET_BYTES) -> list[list[str]]:
-    """Units packed in order into buckets of at most ``limit`` bytes of full tensors (one unit at least)."""
-    out: list[list[str]] = []
-    filled = 0
-    for unit in units(plan):
-        size = sum(plan.nbytes(name) for name in unit)
-        if not out or filled + size > limit:
-            out.append([])
-            filled = 0
-        out[-1] += unit
-        filled += size
-    return out
-
-
-def _receivers(plan: Plan, receivers) -> list[int]:
+    Raises:
+        ValueError: anything else.
+    """
     if receivers == "all":
         return list(range(plan.ranks))
-    ranks = sorted(set(receivers))
-    if not ranks or ranks[0] < 0 or ranks[-1] >= plan.ranks:
-        raise ValueError(f"receivers: ranks of 0..{plan.ranks - 1} or 'all', got {receivers!r}")
-    return ranks
+    if receivers == "nodes":
+        first: dict[str, int] = {}
+        for rank, member in enumerate(plan.members):
+            first.setdefault(member.position.host, rank)
+        return sorted(first.values())
+    ranks = [receivers] if isinstance(receivers, int) else receivers
+    if isinstance(ranks, str) or not ranks or not all(0 <= rank < plan.ranks for rank in ranks):
+        raise ValueError(f"receivers: 'all', 'nodes' or ranks of 0..{plan.ranks - 1}, got {receivers!r}")
+    return sorted(set(ranks))
 
 
-@torch.no_grad()
 def export(
-    plan: Plan, receivers: str | Sequence[int] = "all", bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    plan: Plan,
+    receivers: str | int | Sequence[int] = "all",
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    to_host: bool = False,
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full tensors under their Hugging Face names, in a fixed order. Collective.
 
-    Every rank of the plan must run the iterator to its end; ranks that do not receive get no items.
+    Every rank of the plan must run the iterator to its end; ranks that do not receive get no items. At most
+    two buckets are in flight: the next one is gathered while the current one is handed out.
 
     Args:
         plan: a proven plan.
-        receivers: "all", or the ranks (of the plan's group) that get the tensors.
-        bucket_bytes: how many bytes of full tensors are gathered at a time.
+        receivers: "all", "nodes" (the first rank of every host), a rank, or several ranks of the plan's
+            group.
+        bucket_bytes: ceiling of the gathered bytes of one bucket; a tensor larger than it has one of its own.
+        to_host: hand the tensors out in pinned host memory instead of on the parameters' device.
+        read: gives the current values of a live parameter or buffer, on any device; for parameters whose own
+            memory is released for the moment. Default: the tensor itself.
 
     Yields:
-        ``(name, tensor)``: contiguous, in the parameter's dtype and on its device. The tensor is the
-        caller's.
+        ``(name, tensor)``: contiguous, in the parameter's dtype. The tensor never aliases a parameter; it may
+        share memory with other tensors of its bucket, so a caller that keeps few of them keeps clones.
 
     Raises:
         ValueError: the plan is not proven, or a receiver is not one of its ranks.
     """
-    if not plan.proven:
-        raise ValueError("prove() the plan before exporting with it")
-    wanted = _receivers(plan, receivers)
-    for names in buckets(plan, bucket_bytes):
-        shards = sorted({(rank, number) for name in names for rank, number, _ in plan.sources[name]})
-        here = plan.rank in wanted
-        device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
-        held: dict[tuple[int, int], torch.Tensor] = {}
-        for rank in sorted({rank for rank, _ in shards}):
-            held.update(_send(plan, rank, [n for r, n in shards if r == rank], wanted, device))
-        if not here:
-            continue
-        for name in names:
-            full = torch.empty(plan.expected[name], dtype=plan.dtype(name), device=device)
-            flat = full.view(-1)
-            for rank, number, box in plan.sources[name]:
-                box.copy_to_full(held[rank, number], flat)
-            yield name, full
+    plan.require_proof()
+    steps = schedule(plan, receiving_ranks(plan, receivers), bucket_bytes)
+    return _Export(plan, steps, to_host, read or (lambda tensor: tensor)).run()
 
 
-def _send(plan: Plan, source: int, numbers: list[int], wanted: list[int], device):
-    """One rank's shards of a bucket to every receiver, as one run of bytes."""
-    if plan.rank == source:
-        local = {n: plan.entries[n].tensor.detach().contiguous().view(-1) for n in numbers}
-    others = [rank for rank in wanted if rank != source]
-    if others and plan.rank in (source, *wanted):
-        sizes = [plan.world[source][n].numel * plan.world[source][n].dtype.itemsize for n in numbers]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // 16) * 16)
-        if plan.rank == source:
-            buffer = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-            for n, start, size in zip(numbers, starts, sizes, strict=False):
-                buffer[start : start + size].copy_(local[n].view(torch.uint8))
-            for rank in others:
-                dist.send(buffer, group=plan.group, group_dst=rank)
+class _Export:
+    def __init__(self, plan: Plan, steps: Schedule, to_host: bool, read):
+        self.plan, self.steps, self.to_host, self.read = plan, steps, to_host, read
+        self.device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
+        self.cuda = self.device.type == "cuda"
+        self.entries = {
+            kind: [entry for entry in plan.entries if entry.remote.kind == kind]
+            for kind in plan.position.gather
+        }
+        groups = plan.process_groups
+        self.groups = {"dense": getattr(groups, "tp", None), "expert": getattr(groups, "tp_ep", None)}
+        self.pipeline = getattr(groups, "pp", None)
+
+    @torch.no_grad()
+    def run(self) -> Iterator[tuple[str, torch.Tensor]]:
+        side = None
+        if self.cuda:
+            side = torch.cuda.Stream(self.device)
+            side.wait_stream(torch.cuda.current_stream(self.device))
+        ahead = None
+        for bucket in [*self.steps.buckets, None]:
+            started = None
+            if bucket is not None:
+                with torch.cuda.stream(side):
+                    started = bucket, *self.start(bucket)
+            if ahead is not None:
+                yield from self.finish(*ahead)
+            ahead = started
+            del started
+
+    # Gathering.
+
+    def start(self, bucket: Bucket):
+        """Pack, pass on and begin to gather a bucket: its bytes per part, and what must be waited for."""
+        held, works = [], []
+        for part in bucket.parts:
+            bytes_, work = self.start_part(part)
+            held.append(bytes_)
+            works += work
+        return held, works
+
+    def start_part(self, part: Part):
+        me, kind = self.plan.position, part.kind
+        rows = len(me.gather[kind])
+        row = me.gather[kind].index(self.plan.rank)
+        stages = self.steps.needed_by[kind]
+        source = me.stage == part.stage
+        if not (source and stages) and not self.steps.gathers[kind]:
+            return None, []
+        bytes_ = torch.empty(rows * part.row_bytes + part.whole_bytes, dtype=torch.uint8, device=self.device)
+        mine = bytes_[row * part.row_bytes : (row + 1) * part.row_bytes]
+        whole = bytes_[rows * part.row_bytes :]
+        if source:
+            self.pack(kind, part.shards, mine)
+            self.pack(kind, part.whole, whole)
+        for run in (mine, whole):
+            if run.numel():
+                self.pass_on(run, part.stage, stages)
+        work = []
+        if rows > 1 and self.steps.gathers[kind] and part.row_bytes:
+            group = self.groups[kind]
+            gathered = bytes_[: rows * part.row_bytes]
+            # in place under NCCL: the row is already where it belongs
+            given = mine if dist.get_backend(group) == "nccl" else mine.clone()
+            work.append(dist.all_gather_into_tensor(gathered, given, group=group, async_op=True))
+        return bytes_, work
+
+    def pack(self, kind: str, places, run: torch.Tensor) -> None:
+        if not places:
+            return
+        from_, to = [], []
+        for number, offset in places:
+            flat = self.read(self.entries[kind][number].tensor).detach().reshape(-1).view(torch.uint8)
+            from_.append(flat)
+            to.append(run[offset : offset + flat.numel()])
+        torch._foreach_copy_(to, from_)
+
+    def pass_on(self, run: torch.Tensor, stage: int, stages: tuple[int, ...]) -> None:
+        """Send a row from the owning stage to the ranks at its place in the stages that need it."""
+        me, pipeline = self.plan.position.stage, self.plan.position.pipeline
+        others = [s for s in stages if s != stage]
+        if not others or (me != stage and me not in others):
+            return
+        if len(others) == len(pipeline) - 1 and len(pipeline) > 2:
+            dist.broadcast(run, group=self.pipeline, group_src=stage)
+        elif me == stage:
+            for other in others:
+                dist.send(run, group=self.pipeline, group_dst=other)
         else:
-            buffer = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-            dist.recv(buffer, group=plan.group, group_src=source)
-            local = {
-                n: buffer[start : start + size].view(plan.world[source][n].dtype)
-                for n, start, size in zip(numbers, starts, sizes, strict=False)
-            }
-    if plan.rank not in wanted:
-        return {}
-    return {(source, n): local[n] for n in numbers}
+            dist.recv(run, group=self.pipeline, group_src=stage)
+
+    # Handing out.
+
+    def finish(self, bucket: Bucket, held, works) -> Iterator[tuple[str, torch.Tensor]]:
+        for work in works:
+            work.wait()
+        if self.cuda:
+            current = torch.cuda.current_stream(self.device)
+            for bytes_ in held:
+                if bytes_ is not None:
+                    bytes_.record_stream(current)
+        if not self.steps.receives:
+            return
+        if self.cuda and self.to_host:
+            yield from self.on_host(bucket, held)
+            return
+        for name, shape, dtype, sources, one_run in bucket.tensors:
+            yield name, _assemble(held, shape, dtype, sources, one_run)
+
+    def on_host(self, bucket: Bucket, held) -> Iterator[tuple[str, torch.Tensor]]:
+        out = []
+        for name, shape, dtype, sources, one_run in bucket.tensors:
+            host = torch.empty(shape, dtype=dtype, pin_memory=True)
+            host.copy_(_assemble(held, shape, dtype, sources, one_run), non_blocking=True)
+            out.append((name, host))
+        torch.cuda.current_stream(self.device).synchronize()
+        yield from out
+
+
+def _assemble(held, shape, dtype, sources, one_run) -> torch.Tensor:
+    if one_run:
+        (source,) = sources
+        start = source.offset + source.box.local_offset * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
+        return held[source.part][start : start + nbytes].view(dtype).view(shape)
+    full = torch.empty(shape, dtype=dtype, device=held[sources[0].part].device)
+    flat = full.view(-1)
+    for source in sources:
+        local = held[source.part][source.offset : source.offset + source.nbytes].view(dtype)
+        source.box.copy_to_full(local, flat)
+    return full
 
 
 @torch.no_grad()
@@ -138,8 +213,7 @@ def load(plan: Plan, source: Mapping[str, torch.Tensor] | Callable[[str], torch.
     Raises:
         ValueError: a tensor has another shape than the configuration says; nothing of it was written.
     """
-    if not plan.proven:
-        raise ValueError("prove() the plan before loading with it")
+    plan.require_proof()
     get = source if callable(source) else source.__getitem__
     writers: dict[str, list] = {}
     for entry in plan.entries:
@@ -155,89 +229,3 @@ def load(plan: Plan, source: Mapping[str, torch.Tensor] | Callable[[str], torch.
         full = full.to(targets[0][0].device).contiguous().view(-1)
         for tensor, box in targets:
             box.copy_to_local(full, tensor.detach().view(-1))
-
-
-Changed = Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-@torch.no_grad()
-def export_changed(
-    plan: Plan, changed: Changed, receiver: int = 0
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Bring changed elements to one rank under Hugging Face names. Collective; traffic is O(changed).
-
-    Each rank gives what it knows: under a distributed optimizer every data-parallel rank knows its own part,
-    and the parts are merged. An element that several ranks report is kept once.
-
-    Args:
-        plan: a proven plan.
-        changed: ``(parameter, index, value)``: a live tensor of the plan, int64 [n] flat indices into it, and
-            the new values [n] in its dtype.
-        receiver: the rank (of the plan's group) that gets the result.
-
-    Yields:
-        On the receiver, ``(hf_name, flat_index, value)`` with rising int64 indices, for tensors with a
-        change, in export order. On other ranks nothing; they must run the iterator to its end too.
-    """
-    if not plan.proven:
-        raise ValueError("prove() the plan before exporting with it")
-    number_of = {name: k for k, name in enumerate(plan.expected)}
-    mine: dict[torch.dtype, list] = {}
-    for tensor, index, value in changed:
-        entry = plan.entry_of(tensor)
-        if not entry.sharer:
-            continue
-        for box in entry.boxes:
-            inside, flat = box.map_to_full(index)
-            if len(flat):
-                rows = mine.setdefault(tensor.dtype, [])
-                rows.append((torch.full_like(flat, number_of[box.full_name]), flat, value[inside]))
-    dtypes = sorted({entry.dtype for entries in plan.world for entry in entries}, key=str)
-    device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
-    gathered: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    names = list(plan.expected)
-    for dtype in dtypes:
-        rows = mine.get(dtype, [])
-        which = torch.cat([r[0] for r in rows]) if rows else torch.empty(0, dtype=torch.int64, device=device)
-        flat = torch.cat([r[1] for r in rows]) if rows else torch.empty(0, dtype=torch.int64, device=device)
-        value = torch.cat([r[2] for r in rows]) if rows else torch.empty(0, dtype=dtype, device=device)
-        parts = _collect(plan, which, flat, value, receiver)
-        if plan.rank != receiver:
-            continue
-        which, flat, value = (torch.cat(part) for part in zip(*parts, strict=True))
-        order = torch.argsort(flat, stable=True)
-        order = order[torch.argsort(which[order], stable=True)]
-        which, flat, value = which[order], flat[order], value[order]
-        if len(which):
-            first = torch.ones(len(which), dtype=torch.bool, device=device)
-            first[1:] = (which[1:] != which[:-1]) | (flat[1:] != flat[:-1])
-            which, flat, value = which[first], flat[first], value[first]
-            present, counts = torch.unique_consecutive(which, return_counts=True)
-            parts = zip(flat.split(counts.tolist()), value.split(counts.tolist()), strict=True)
-            gathered.update({names[k]: pair for k, pair in zip(present.tolist(), parts, strict=True)})
-    for name in names:
-        if name in gathered:
-            yield name, *gathered[name]
-
-
-def _collect(plan: Plan, which, flat, value, receiver: int):
-    """Every rank's three columns on the receiver."""
-    if plan.ranks == 1:
-        return [(which, flat, value)]
-    count = torch.tensor([len(which)], dtype=torch.int64, device=which.device)
-    counts = [torch.empty_like(count) for _ in range(plan.ranks)]
-    dist.all_gather(counts, count, group=plan.group)
-    parts = []
-    for rank, n in enumerate(int(c) for c in counts):
-        if rank == receiver and plan.rank == receiver:
-            parts.append((which, flat, value))
-        elif n and plan.rank == rank:
-            for column in (which, flat, value.contiguous().view(torch.uint8)):
-                dist.send(column.contiguous(), group=plan.group, group_dst=receiver)
-        elif n and plan.rank == receiver:
-            columns = [torch.empty(n, dtype=torch.int64, device=which.device) for _ in range(2)]
-            columns.append(torch.empty(n * value.dtype.itemsize, dtype=torch.uint8, device=which.device))
-            for column in columns:
-                dist.recv(column, group=plan.group, group_src=rank)
-            parts.append((columns[0], columns[1], columns[2].view(value.dtype)))
-    return parts

@@ -13,8 +13,18 @@ import torch.distributed as dist
 from megatron.core.param_export.families import family_of
 from megatron.core.param_export.families.family import BoundFamily
 from megatron.core.param_export.layout import LocalTensor, named_tensors, read_chunk, unwrap
+from megatron.core.param_export.members import (
+    REPLICA,
+    Content,
+    Member,
+    Remote,
+    asymmetries,
+    exchange,
+    position,
+    unequal_divisions,
+)
 from megatron.core.param_export.pieces import Loop, Piece
-from megatron.core.param_export.tiling import faults
+from megatron.core.param_export.tiling import Affine, faults
 from megatron.weight_sync.boxes import Box
 
 SHOWN = 10
@@ -27,49 +37,38 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A local parameter or persistent buffer in the plan.
+    """A live parameter or persistent buffer of this rank.
 
     Args:
-        name: as in the unwrapped chunk, with ``chunk`` the number of the model chunk.
-        owner: this rank sends it; the other holders of the same values are declared replicas.
-        sharer: as ``owner``, apart from data parallelism: true on every data-parallel replica of the owner.
+        chunk, name: the model chunk's number, and the name in the unwrapped chunk.
+        boxes: where its elements go.
+        cut: the affine pieces that go nowhere (padded vocabulary rows).
+        owner: in the proof, this rank owns the values; the other holders are declared replicas.
     """
 
     chunk: int
     name: str
-    global_name: str
     tensor: torch.Tensor
-    boxes: tuple[Box, ...]
-    cut: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    cut: tuple[Affine, ...]
     owner: bool
-    sharer: bool
-    uniform: bool
+    remote: Remote
 
+    @property
+    def global_name(self) -> str:
+        """The name with global layer and expert numbers."""
+        return self.remote.name
 
-@dataclass(frozen=True)
-class Remote:
-    """What every rank knows of an entry of any rank."""
-
-    name: str
-    numel: int
-    dtype: torch.dtype
-    owner: bool
-    uniform: bool
-    boxes: tuple[Box, ...]
-
-    def cut(self):
-        """How the local tensor is divided, apart from which slice of the full tensors this rank has."""
-        return (
-            self.numel,
-            self.dtype,
-            [(b.full_name, b.local_offset, b.size, b.local_stride) for b in self.boxes],
-        )
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        return self.remote.boxes
 
 
 def build_plan(
     model: torch.nn.Module | Sequence[torch.nn.Module], hf_config, group: dist.ProcessGroup | None = None
 ) -> Plan:
     """Read the model's chunks on every rank and exchange what each holds. Collective over ``group``.
+
+    Multi-token prediction layers are exported if the model was built with them (``mtp_num_layers``).
 
     Args:
         model: a GPTModel, or its chunks under virtual pipelining, wrapped or not.
@@ -80,11 +79,20 @@ def build_plan(
         ValueError: no family for this configuration. Everything else is reported by :meth:`Plan.prove`.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    return Plan(chunks, family_of(hf_config).bind(hf_config), group)
+    mtp = any(getattr(unwrap(chunk).config, "mtp_num_layers", None) for chunk in chunks)
+    return Plan(chunks, family_of(hf_config).bind(hf_config, mtp), group)
 
 
 class Plan:
-    """The layout of one model in Hugging Face tensors. See :func:`build_plan`."""
+    """The layout of one model in Hugging Face tensors. See :func:`build_plan`.
+
+    Attributes:
+        expected: every Hugging Face tensor and its shape, in export order.
+        entries: this rank's tensors.
+        members: what every rank holds.
+        sources: full tensor -> ``(rank, entry number, box)`` of its owners.
+        digest: hash of all of it, the same on every rank of a proven plan.
+    """
 
     def __init__(self, chunks: list[torch.nn.Module], family: BoundFamily, group=None):
         self.family = family
@@ -92,67 +100,85 @@ class Plan:
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank(group)
         self.ranks = 1 if alone else dist.get_world_size(group)
+        self.models = [unwrap(chunk) for chunk in chunks]
+        self.process_groups = getattr(self.models[0], "pg_collection", None)
         self.expected = family.expected()
-        self.problems: list[str] = []
         self.entries: list[Entry] = []
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for number, chunk in enumerate(chunks):
-            self._read(number, chunk)
-        self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
-        self._models = [unwrap(chunk) for chunk in chunks]
-        self._exchange()
         self.proven = False
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        problems: list[str] = []
+        try:
+            self.position = position(self.process_groups, group)
+        except ValueError as error:
+            problems.append(str(error))
+            self.position = position(None, group)
+        for number, chunk in enumerate(chunks):
+            problems += [f"chunk {number}: {problem}" for problem in self._read(number, chunk)]
+        self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
+        entries = tuple(entry.remote for entry in self.entries)
+        content = Content(tuple(problems), self._shapes, self.expected, entries)
+        self.members: list[Member] = exchange(self.position, content, group)
+        self.sources: dict[str, list[tuple[int, int, Box]]] = {name: [] for name in self.expected}
+        for rank, member in enumerate(self.members):
+            for number, remote in enumerate(member.content.entries):
+                if remote.sharer and member.position.replica[remote.kind] == 0:
+                    for box in remote.boxes:
+                        self.sources.setdefault(box.full_name, []).append((rank, number, box))
+        self.digest = self._digest()
+        self.schedules: dict = {}  # filled by the exporter
 
     def __repr__(self) -> str:
         return f"Plan({self.family.family.model_type}, {len(self.expected)} tensors, hash {self.digest[:12]})"
 
     # Reading.
 
-    def _read(self, number: int, chunk: torch.nn.Module) -> None:
+    def _read(self, number: int, chunk: torch.nn.Module) -> list[str]:
         read = read_chunk(chunk)
-        self.problems += [f"chunk {number}: {problem}" for problem in read.problems]
-        groups = getattr(read.model, "pg_collection", None)
+        problems = list(read.problems)
         for local in read.tensors:
             try:
-                self.entries.append(self._entry(number, local, groups))
+                self.entries.append(self._entry(number, local))
             except ValueError as error:
-                self.problems.append(f"chunk {number}: {local.name}: {error}")
+                problems.append(f"{local.name}: {error}")
+        return problems
 
-    def _entry(self, number: int, local: LocalTensor, groups) -> Entry:
+    def _entry(self, number: int, local: LocalTensor) -> Entry:
+        family = self.family.family.model_type
         boxes: list[Box] = []
-        cut = []
+        cut: list[Affine] = []
         for piece in local.pieces:
             kept, removed = self._cut_vocabulary(piece)
             cut += removed
             if kept is None:
                 continue
             placed = self.family.boxes(kept)
-            if not placed:
-                raise ValueError(f"the {self.family.family.model_type} family has no rule for {piece.role}")
-            if len(placed) > 1:
-                raise ValueError(f"the {self.family.family.model_type} family has two rules for {piece.role}")
-            for box, shape in placed:
-                boxes.append(box)
-                self.shapes[box.full_name] = shape
+            if len(placed) != 1:
+                raise ValueError(
+                    f"the {family} family has {'two rules' if placed else 'no rule'} for {piece.role}"
+                )
+            ((box, shape),) = placed
+            boxes.append(box)
+            self._shapes[box.full_name] = shape
         for fault in faults(tuple(local.tensor.shape), [_local(box) for box in boxes] + cut):
             raise ValueError(f"its boxes leave a {fault} of shape {list(local.tensor.shape)}")
-        tp, dp = ("expt_tp", "expt_dp") if local.expert else ("tp", "dp_cp")
-        sharer = not local.duplicate and not (local.replicated and _rank(groups, tp) != 0)
-        owner = sharer and _rank(groups, dp) == 0
-        uniform = local.uniform and not any(p.role in _VOCABULARY for p in local.pieces)
-        return Entry(
-            number,
-            local.name,
-            local.global_name,
-            local.tensor,
-            tuple(boxes),
-            tuple(cut),
-            owner,
-            sharer,
-            uniform,
+        kind = "expert" if local.expert else "dense"
+        spare = local.replicated and _rank(self.process_groups, "expt_tp" if local.expert else "tp") != 0
+        sharer = not local.duplicate and not spare
+        remote = Remote(
+            name=local.global_name,
+            numel=local.tensor.numel(),
+            dtype=local.tensor.dtype,
+            kind=kind,
+            replicated=local.replicated,
+            duplicate=local.duplicate,
+            sharer=sharer,
+            uniform=local.uniform and not any(p.role in _VOCABULARY for p in local.pieces),
+            boxes=tuple(boxes),
         )
+        owner = sharer and _rank(self.process_groups, REPLICA[kind]) == 0
+        return Entry(number, local.name, local.tensor, tuple(cut), owner, remote)
 
-    def _cut_vocabulary(self, piece: Piece):
+    def _cut_vocabulary(self, piece: Piece) -> tuple[Piece | None, list[Affine]]:
         """Rows from the vocabulary size on are padding: (kept piece or None, removed local boxes)."""
         vocabulary = self.family.sizes.get("vocab")
         if piece.role not in _VOCABULARY or vocabulary is None or piece.shape[0] <= vocabulary:
@@ -173,80 +199,60 @@ class Plan:
         )
         return kept, removed
 
-    # Agreement.
+    # Proof.
 
-    def _exchange(self) -> None:
-        mine = (
-            self.problems,
-            self.shapes,
-            list(self.expected.items()),
-            [
-                Remote(e.global_name, e.tensor.numel(), e.tensor.dtype, e.owner, e.uniform, e.boxes)
-                for e in self.entries
-            ],
-        )
-        everyone = [mine]
-        if self.ranks > 1:
-            everyone = [None] * self.ranks
-            dist.all_gather_object(everyone, mine, group=self.group)
-        self.world: list[list[Remote]] = [entries for *_, entries in everyone]
-        self._reports = everyone
+    def _digest(self) -> str:
         text = hashlib.sha256()
-        for problems, shapes, expected, entries in everyone:
-            for part in (problems, sorted(shapes.items()), expected):
-                text.update(repr(part).encode())
-            for entry in entries:
-                text.update(repr(entry).encode())
-        self.digest = text.hexdigest()
-        # full tensor -> the owners' boxes in it: (rank, entry number, box)
-        self.sources: dict[str, list[tuple[int, int, Box]]] = {name: [] for name in self.expected}
-        for rank, entries in enumerate(self.world):
-            for number, entry in enumerate(entries):
-                for box in entry.boxes if entry.owner else ():
-                    self.sources.setdefault(box.full_name, []).append((rank, number, box))
+        seen: dict[int, bytes] = {}
+        for member in self.members:
+            mark = seen.get(id(member.content))
+            if mark is None:
+                content = member.content
+                parts = (content.problems, sorted(content.shapes.items()), list(content.expected.items()))
+                mark = hashlib.sha256(repr((parts, content.entries)).encode()).digest()
+                seen[id(member.content)] = mark
+            where = member.position
+            text.update(mark + repr((where.stage, where.pipeline, where.gather, where.replica)).encode())
+        return text.hexdigest()
 
     def prove(self) -> Plan:
         """Prove that the owners' boxes tile every full tensor exactly once, everywhere alike. Collective.
 
+        What this cannot see: two equal shapes exchanged on all ranks alike (a family's table with gate and up
+        the wrong way round). Comparing logits with the Hugging Face model shows that.
+
         Raises:
             LayoutError: on every rank, with the same text: the number of faults and the first ten of them.
         """
-        found = [f"rank {rank}: {p}" for rank, (problems, *_) in enumerate(self._reports) for p in problems]
-        for rank, (_, _, expected, _) in enumerate(self._reports):
-            if expected != self._reports[0][2]:
+        found = [
+            f"rank {rank}: {p}" for rank, member in enumerate(self.members) for p in member.content.problems
+        ]
+        reference = self.members[0].content.expected
+        for rank, member in enumerate(self.members):
+            if list(member.content.expected.items()) != list(reference.items()):
                 found.append(f"rank {rank}: its configuration asks for other tensors than that of rank 0")
-        found += self._unequal_cuts()
-        mine = []
+        found += unequal_divisions(self.members) + asymmetries(self.members)
         names = list(self.sources)  # the expected ones in order, then those that no rule expects
-        for number in range(self.rank, len(names), self.ranks):
-            mine += [(number, line) for line in self._faults(names[number])]
-        everyone = [(self.digest, mine)]
+        numbers = range(self.rank, len(names), self.ranks)  # the ranks share the work
+        mine = self.digest, [(number, line) for number in numbers for line in self._faults(names[number])]
+        everyone = [mine]
         if self.ranks > 1:
             everyone = [None] * self.ranks
-            dist.all_gather_object(everyone, (self.digest, mine), group=self.group)
+            dist.all_gather_object(everyone, mine, group=self.group)
         for rank, (digest, _) in enumerate(everyone):
             if digest != everyone[0][0]:
                 found.append(f"rank {rank}: its plan differs from that of rank 0")
         found += [line for _, line in sorted(line for _, lines in everyone for line in lines)]
         if found:
+            count = f"{len(found)} fault{'s' * (len(found) > 1)}"
             more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             lines = "".join(f"\n  {line}" for line in found[:SHOWN])
-            raise LayoutError(
-                f"the layout plan is not exact: {len(found)} fault{'s' * (len(found) > 1)}{lines}{more}"
-            )
+            raise LayoutError(f"the layout plan is not exact: {count}{lines}{more}")
         self.proven = True
         return self
 
-    def _unequal_cuts(self) -> list[str]:
-        """A half swapped with its neighbour on one rank still tiles; then the ranks no longer cut alike."""
-        first: dict[str, tuple[int, Remote]] = {}
-        out = []
-        for rank, entries in enumerate(self.world):
-            for entry in entries:
-                other, reference = first.setdefault(entry.name, (rank, entry))
-                if entry.uniform and reference.uniform and entry.cut() != reference.cut():
-                    out.append(f"rank {rank}: {entry.name} is divided otherwise than on rank {other}")
-        return out
+    def _remote(self, rank: int, number: int) -> Remote:
+        return self.members[rank].content.entries[number]
 
     def _faults(self, name: str) -> list[str]:
         sources = self.sources[name]
@@ -256,11 +262,12 @@ class Plan:
         if not sources:
             return [f"{name}: no rank owns any part of it"]
         out = []
-        for _, shapes, _, _ in self._reports:
-            if shapes.get(name, shape) != shape:
-                out.append(f"{name}: shape {shapes[name]} on one rank, {shape} expected")
+        for member in self.members:
+            other = member.content.shapes.get(name, shape)
+            if other != shape:
+                out.append(f"{name}: shape {other} on one rank, {shape} expected")
                 break
-        dtypes = sorted({str(self.world[rank][number].dtype) for rank, number, _ in sources})
+        dtypes = sorted({str(self._remote(rank, number).dtype) for rank, number, _ in sources})
         if len(dtypes) > 1:
             out.append(f"{name}: parts of different dtypes: {', '.join(dtypes)}")
         boxes = [(box.full_offset, box.size, box.full_stride) for _, _, box in sources]
@@ -270,9 +277,12 @@ class Plan:
         return out
 
     def _who(self, sources) -> str:
-        return ", ".join(
-            sorted({f"rank {rank} {self.world[rank][number].name}" for rank, number, _ in sources})
-        )
+        return ", ".join(sorted({f"rank {rank} {self._remote(rank, n).name}" for rank, n, _ in sources}))
+
+    def require_proof(self) -> None:
+        """Refuse to move a byte with a plan that was not proven."""
+        if not self.proven:
+            raise ValueError("the plan is not proven: call prove() on every rank first")
 
     # Use.
 
@@ -289,7 +299,7 @@ class Plan:
 
     def is_current(self) -> bool:
         """Whether the model still holds the very tensors that the plan was built from."""
-        live = [id(tensor) for model in self._models for _, tensor in named_tensors(model)]
+        live = [id(tensor) for model in self.models for _, tensor in named_tensors(model)]
         return set(live) == set(self._by_tensor)
 
     def to_full(self, tensor: torch.Tensor, index: torch.Tensor):
@@ -305,18 +315,17 @@ class Plan:
         """
         return [(box.full_name, *box.map_to_full(index)) for box in self.entry_of(tensor).boxes]
 
-    def nbytes(self, name: str) -> int:
-        """Bytes of a full tensor."""
-        rank, number, _ = self.sources[name][0]
-        return math.prod(self.expected[name]) * self.world[rank][number].dtype.itemsize
-
     def dtype(self, name: str) -> torch.dtype:
         """Element type of a full tensor."""
         rank, number, _ = self.sources[name][0]
-        return self.world[rank][number].dtype
+        return self._remote(rank, number).dtype
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a full tensor."""
+        return math.prod(self.expected[name]) * self.dtype(name).itemsize
 
 
-def _local(box: Box):
+def _local(box: Box) -> Affine:
     return box.local_offset, box.size, box.local_stride
 
 

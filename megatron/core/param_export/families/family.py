@@ -15,7 +15,7 @@ from megatron.weight_sync.boxes import Box
 
 _AXES = {"r": 0, "c": 1}
 _FAMILIES: dict[str, Family] = {}
-_MODULES = {"qwen3": "qwen3"}
+_MODULES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,20 @@ class Family:
             table.setdefault(rule.role, []).append(rule)
         return table
 
-    def bind(self, config) -> BoundFamily:
-        return BoundFamily(self, config)
+    def bind(self, config, mtp: bool = True) -> BoundFamily:
+        """The family for one configuration; ``mtp``: whether the model has its prediction layers."""
+        return BoundFamily(self, config, mtp)
 
 
 class BoundFamily:
     """A family for one Hugging Face configuration."""
 
-    def __init__(self, family: Family, config):
+    def __init__(self, family: Family, config, mtp: bool):
         self.family = family
         self.config = config
         self.sizes = family.sizes(config)
         self.layers = config.num_hidden_layers
-        self.mtp = family.mtp_depths(config)
+        self.mtp = family.mtp_depths(config) if mtp else 0
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self._parsed: dict[Rule, tuple] = {}
 
@@ -207,7 +208,7 @@ def family_of(config) -> Family:
     """
     model_type = re.sub("[^a-z0-9_]", "", str(getattr(config, "model_type", None)).lower())
     if model_type not in _FAMILIES and model_type in _MODULES:
-        importlib.import_module(f"megatron.core.param_export.families.{_MODULES[model_type]}")
+        importlib.import_module(f"megatron.core.param_export.families.{model_type}")
     if model_type not in _FAMILIES:
         known = ", ".join(sorted({*_FAMILIES, *_MODULES}))
         raise ValueError(f"no export family for model_type {model_type!r}; known: {known}")

@@ -1,0 +1,196 @@
+"""Which tensors travel together, and where each shard lies in the gathered bytes.
+
+Within a pipeline stage, the ranks of a tensor-parallel group (and for experts of an expert-tensor-parallel ×
+expert-parallel group) hold every tensor of the stage between them. So one bucket is gathered so: the rank of
+the owning stage packs its shards into one run of bytes (its row); if other stages need them, it passes the
+row to the ranks at its place in those stages; and in every stage the group gathers its rows. Rows are laid
+out alike on all ranks, because the proof has shown that the ranks of such a group hold the same kinds of
+shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.core.param_export.plan import Plan
+from megatron.weight_sync.boxes import Box
+
+ALIGN = 128  # bytes
+
+
+@dataclass
+class Part:
+    """Tensors of one stage and kind in a bucket: shards of a row, and whole tensors that need no gather."""
+
+    stage: int
+    kind: str
+    shards: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (number among the kind's entries, byte offset)
+    whole: list[tuple[int, int]] = field(default_factory=list)
+    row_bytes: int = 0
+    whole_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a box of a full tensor lies: byte offset of its shard in the part's bytes."""
+
+    part: int
+    offset: int
+    nbytes: int
+    box: Box
+
+
+@dataclass
+class Bucket:
+    """One step of the export."""
+
+    parts: list[Part]
+    tensors: list[tuple[str, tuple[int, ...], torch.dtype, list[Source], bool]]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The buckets, and what this rank does in each, for one choice of receivers and limit."""
+
+    buckets: list[Bucket]
+    receives: bool
+    gathers: dict[str, bool]  # kind -> a rank of my gather group receives
+    needed_by: dict[str, tuple[int, ...]]  # kind -> stages in which a rank at my place gathers
+
+
+def schedule(plan: Plan, receivers: Sequence[int], limit: int) -> Schedule:
+    """The schedule of an export; cached on the plan."""
+    key = tuple(receivers), limit
+    if key not in plan.schedules:
+        plan.schedules[key] = _Scheduler(plan, set(receivers), limit).run()
+    return plan.schedules[key]
+
+
+class _Scheduler:
+    def __init__(self, plan: Plan, receivers: set[int], limit: int):
+        self.plan, self.receivers, self.limit = plan, receivers, limit
+        self.members = plan.members
+        self.lists = [
+            {kind: member.of_kind(kind) for kind in member.position.gather} for member in plan.members
+        ]
+
+    def run(self) -> Schedule:
+        plan, me = self.plan, self.plan.position
+        wants = {
+            kind: [not self.receivers.isdisjoint(member.position.gather[kind]) for member in self.members]
+            for kind in me.gather
+        }
+        buckets: list[list[tuple[list[tuple], list[str], int]]] = []
+        filled = 0
+        for keys, names in self.units():
+            size = sum(self.unit_bytes(key) for key in keys)
+            if not buckets or filled + size > self.limit:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append((keys, names, size))
+            filled += size
+        return Schedule(
+            buckets=[self.bucket(units) for units in buckets],
+            receives=plan.rank in self.receivers,
+            gathers={kind: wants[kind][plan.rank] for kind in me.gather},
+            needed_by={
+                kind: tuple(stage for stage, rank in enumerate(me.pipeline) if wants[kind][rank])
+                for kind in me.gather
+            },
+        )
+
+    def units(self) -> list[tuple[list[tuple], list[str]]]:
+        """``(entries, full tensors)`` that can only travel together, in export order.
+
+        An entry is (stage, kind, number); on each rank of its group it holds shards of some full tensors.
+        """
+        parent: dict = {}
+
+        def root(node):
+            parent.setdefault(node, node)
+            while parent[node] != node:
+                parent[node] = node = parent[parent[node]]
+            return node
+
+        for lists, member in zip(self.lists, self.members, strict=True):
+            for kind, entries in lists.items():
+                if member.position.replica[kind]:
+                    continue
+                for number, entry in enumerate(entries):
+                    if not entry.duplicate:
+                        for name in dict.fromkeys(box.full_name for box in entry.boxes):
+                            parent[root(name)] = root((member.position.stage, kind, number))
+        units: dict = {}
+        for name in self.plan.expected:
+            units.setdefault(root(name), ([], []))[1].append(name)
+        for node in list(parent):
+            if isinstance(node, tuple) and root(node) in units:
+                units[root(node)][0].append(node)
+        return [(sorted(keys), names) for keys, names in units.values()]
+
+    def entry(self, key, row: int | None = None):
+        """An entry as held by the rank at ``row`` (default: mine) of my group's place in the owning stage."""
+        stage, kind, number = key
+        peers = self.plan.position.gather[kind]
+        peer = self.plan.rank if row is None else peers[row]
+        source = self.members[peer].position.pipeline[stage]
+        return self.lists[source][kind][number]
+
+    def unit_bytes(self, key) -> int:
+        entry = self.entry(key)
+        rows = 1 if entry.replicated and key[1] == "dense" else len(self.plan.position.gather[key[1]])
+        return _aligned(entry.nbytes) * rows
+
+    def bucket(self, units) -> Bucket:
+        parts: dict[tuple, Part] = {}
+        where: dict[str, list[Source]] = {}
+        pending = []
+        for keys, _, _ in units:
+            for key in keys:
+                entry = self.entry(key)
+                part = parts.setdefault(key[:2], Part(*key[:2]))
+                if entry.replicated and key[1] == "dense":
+                    pending.append((key, part, None, part.whole_bytes))
+                    part.whole.append((key[2], part.whole_bytes))
+                    part.whole_bytes += _aligned(entry.nbytes)
+                else:
+                    rows = range(len(self.plan.position.gather[key[1]]))
+                    pending += [(key, part, row, part.row_bytes) for row in rows]
+                    part.shards.append((key[2], part.row_bytes))
+                    part.row_bytes += _aligned(entry.nbytes)
+        numbers = {id(part): k for k, part in enumerate(parts.values())}
+        for key, part, row, offset in pending:
+            entry = self.entry(key, row)
+            rows = len(self.plan.position.gather[key[1]])
+            start = offset + (rows if row is None else row) * part.row_bytes
+            if row is None or not entry.replicated or entry.sharer:
+                for box in entry.boxes:
+                    source = Source(numbers[id(part)], start, entry.nbytes, box)
+                    where.setdefault(box.full_name, []).append(source)
+        tensors = []
+        for _, names, _ in units:
+            for name in names:
+                shape, dtype, sources = self.plan.expected[name], self.plan.dtype(name), where[name]
+                tensors.append((name, shape, dtype, sources, _is_one_run(shape, sources)))
+        return Bucket(list(parts.values()), tensors, sum(size for _, _, size in units))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _is_one_run(shape, sources: list[Source]) -> bool:
+    """Whether the gathered bytes already hold the full tensor as it must be."""
+    if len(sources) != 1:
+        return False
+    box = sources[0].box
+    total = 1
+    for size in shape:
+        total *= size
+    return box.numel == total and box.full_offset == 0 and box.local_stride == box.full_stride
