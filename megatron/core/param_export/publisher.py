@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from megatron.core.param_export.exporter import export, export_changed
+from megatron.core.param_export.changed import export_changed
+from megatron.core.param_export.exporter import export
 from megatron.core.param_export.plan import Plan
 from megatron.weight_sync import Ack, Payload, Sender, all_reduce, fingerprint_boxes
 
