@@ -9,33 +9,32 @@ timed.
 """
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch
-import triton
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "build/tree"))
+sys.path[:0] = [str(ROOT / "build/tree"), str(ROOT)]
 
+from benchmarks.recording import Recording  # noqa: E402
 from megatron.core.optimizer.sparse_diff import kernels, sparse_diff_context  # noqa: E402
 from megatron.core.optimizer.sparse_diff.context import bind  # noqa: E402
 from megatron.core.optimizer.sparse_diff.shards import HookedShard, seal  # noqa: E402
-from megatron.core.package_info import __version__  # noqa: E402
 
 STORES = {"all": 0, "changed": 1, "adaptive": 2}
 
 
 def median_ms(work, prepare=lambda i: None, repeats=15):
-    """Median milliseconds of `work(i)` on the device; `prepare(i)` runs before it, untimed."""
+    """Median device milliseconds of `work(i)`; `prepare(i)` runs before it, untimed. Each is queued behind a
+    pause, so that the device does not wait for the host's launches."""
     times = []
     for i in range(repeats + 3):
         prepare(i)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)
         begin.record()
         work(i)
         end.record()
@@ -44,16 +43,16 @@ def median_ms(work, prepare=lambda i: None, repeats=15):
     return statistics.median(times[3:])
 
 
-class Rows(list):
-    def add(self, case, metric, value, unit, reference=None, limit=None):
-        ratio = None if reference is None else value / reference
-        self.append(
-            {"case": case, "metric": metric, "value": value, "unit": unit, "reference": reference,
-             "ratio": ratio, "limit": limit}
-        )  # fmt: skip
-        told = "" if ratio is None else f"  {ratio:.3f}x"
-        told += "" if limit is None else f"  (limit {limit:.3f}x)"
-        print(f"{case:28} {metric:34} {value:10.3f} {unit}{told}", flush=True)
+def launch_ms(work, repeats=9):
+    """Median milliseconds that the host needs to launch `work(i)` while the device is busy."""
+    times = []
+    for i in range(repeats + 1):
+        torch.cuda._sleep(100_000_000)
+        begin = time.perf_counter()
+        work(i)
+        times.append(1e3 * (time.perf_counter() - begin))
+        torch.cuda.synchronize()
+    return statistics.median(times[1:])
 
 
 def one_tensor(rows, numel, share):
@@ -92,7 +91,7 @@ def one_tensor(rows, numel, share):
         taken = median_ms(
             lambda i, store=store: kernels.capture(model, mains[i % 2], words, store), lambda i: words.zero_()
         )
-        rows.add(case, f"capture, stores {name}", taken, "ms", plain, 8.125 / 6)
+        rows.add(case, f"capture, stores {name}", taken, "ms", plain, limit=8.125 / 6)
 
     def expand(i):
         return kernels.expand([words], [model], [0], probe)
@@ -113,7 +112,7 @@ def one_tensor(rows, numel, share):
     both = median_ms(capture_and_expand, lambda i: words.zero_())
     rows.add(case, "capture + expand", both, "ms", plain)
     rows.add(case, "bytes that expand must move", least, "GB")
-    rows.add(case, "bitmask memory", words.nbytes / model.nbytes, "of the bf16 shard", None, 1 / 16)
+    rows.add(case, "bitmask memory", words.nbytes / model.nbytes, "of the bf16 shard", limit=1 / 16)
 
 
 def qwen3_8b_pieces(parts=8):
@@ -152,12 +151,14 @@ def whole_step(rows):
             with sparse_diff_context(shard, main) as copy:
                 copy()
 
-    plain = median_ms(step)
+    plain, plain_launch = median_ms(step), launch_ms(step)
     rows.add(case, "without", plain, "ms")
+    rows.add(case, "without, host", plain_launch, "ms")
     held = [HookedShard(p, 0, p.numel()) for p in params]
     for shard, param, main in zip(held, params, mains, strict=True):
         bind(shard, param, main)
-    rows.add(case, "with the bitmask", median_ms(step), "ms", plain, 1.02)
+    rows.add(case, "with the bitmask", median_ms(step), "ms", plain, limit=1.02)
+    rows.add(case, "with the bitmask, host", launch_ms(step), "ms", plain_launch)
     changed = sum(c.indices.numel() for c in seal(held))
     rows.add(case, "changed over these steps", changed / sum(sizes), "of the elements")
     rows.add(case, "seal: indices and values of all", median_ms(lambda i: seal(held), repeats=5), "ms", plain)
@@ -174,53 +175,50 @@ def host_to_device(rows, numel=1 << 28):
     rows.add(case, "transfer, then capture", ours, "ms", plain)
 
 
+def sweep(numel):
+    """Times of other block shapes, printed and not recorded: the constants in `kernels` come from them."""
+    gen = torch.Generator(device="cuda").manual_seed(1)
+    mains = [torch.randn(numel, generator=gen, device="cuda")] * 2
+    mains[1] = torch.where(torch.rand(numel, generator=gen, device="cuda") < 0.01, mains[0] + 1, mains[0])
+    model = mains[0].bfloat16()
+    words = torch.zeros(-(-numel // 32), dtype=torch.int32, device="cuda")
+    plain = median_ms(lambda i: model.copy_(mains[i % 2]))
+    for rows_ in (32, 64, 128, 256):
+        for warps in (2, 4, 8):
+            grid = (-(-numel // (32 * rows_)),)
+            for name, store in STORES.items():
+
+                def work(i, grid=grid, rows_=rows_, warps=warps, store=store):
+                    kernels._capture_kernel[grid](
+                        model, mains[i % 2], words, numel, ROWS=rows_, STORE=store, num_warps=warps
+                    )
+
+                taken = median_ms(work, lambda i: words.zero_(), repeats=5)
+                print(
+                    f"capture rows={rows_} warps={warps} stores={name}: {taken:.3f} ms, {taken / plain:.3f}x"
+                )
+    probe = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for kernels.EXPAND_WORDS in (128, 256, 512, 1024, 2048):
+        taken = median_ms(lambda i: kernels.expand([words], [model], [0], probe), repeats=5)
+        print(f"expand words={kernels.EXPAND_WORDS}: {taken:.3f} ms, {taken / plain:.3f}x of a copy")
+
+
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--log2-elements", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--sweep", action="store_true", help="print times of other block shapes instead")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_sparse_diff measures a GPU, and there is none here")
-    gpu = torch.cuda.get_device_name()
-    rows = Rows()
+    if options.sweep:
+        return sweep(1 << options.log2_elements)
+    rows = Recording("sparse_diff")
     for share in (0.01, 0.001, 1.0):
         one_tensor(rows, 1 << options.log2_elements, share)
         torch.cuda.empty_cache()
     host_to_device(rows)
     whole_step(rows)
-
-    folder = options.out / gpu.replace(" ", "-") / __version__
-    folder.mkdir(parents=True, exist_ok=True)
-    result = {
-        "gpu": gpu,
-        "versions": {
-            "megatron-core": __version__, "torch": torch.__version__, "triton": triton.__version__,
-            "cuda": torch.version.cuda, "python": platform.python_version(),
-        },
-        "command": " ".join(["python", "benchmarks/bench_sparse_diff.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }  # fmt: skip
-    path = folder / "sparse_diff.json"
-    if path.exists():
-        sys.exit(f"{path} exists; a result file is never edited: raise the version, or give --out")
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    lines = [
-        f"# sparse diff on {gpu}",
-        "",
-        "| case | metric | value | ratio | limit |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        ratio, limit = ("" if row[k] is None else f"{row[k]:.3f}" for k in ("ratio", "limit"))
-        lines.append(
-            f"| {row['case']} | {row['metric']} | {row['value']:.3f} {row['unit']} | {ratio} | {limit} |"
-        )
-    lines += ["", ", ".join(f"{k} {v}" for k, v in result["versions"].items()), f"`{result['command']}`"]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print("wrote", path)
+    rows.write()
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Publisher:
         plan, sender = self.plan, self.sender
         if self.diff is not None:
             self.diff.gather_changed()
+            self.diff.complete_weights()  # fingerprints and whole tensors read the model itself
         dense = self._decide(dense)
         update = sender.begin(dense) if sender else None
         try:

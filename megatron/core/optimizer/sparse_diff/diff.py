@@ -119,19 +119,26 @@ class SparseDiff:
         for domain in self._domains:
             if group is not None and domain.group is not None and domain.group is not group:
                 continue
-            whole = False
+            some_whole = False
             for entries in _buckets(domain.entries):
                 tensors = [entry.tensor for entry in entries]
                 shards = [entry.shard for entry in entries]
                 names = [entry.name for entry in entries]
-                changes, some_whole = gather(names, tensors, shards, domain.group, dst)
+                changes, whole = gather(names, tensors, shards, domain.group, dst)
                 if changes is not None:
                     gathered.update(zip(tensors, changes, strict=True))
-                whole |= some_whole
-            if whole and domain.complete is not None:
+                some_whole |= whole
+            if some_whole and domain.complete is not None:
                 domain.complete()
         self._gathered = gathered
         self._observe()
+
+    def complete_weights(self) -> None:
+        """Fetch what other data-parallel ranks own of the weights, where `overlap_param_gather` leaves it to
+        the next forward; then every local tensor is current, as readers of whole tensors need. Collective."""
+        for domain in self._domains:
+            if domain.complete is not None:
+                domain.complete()
 
     def changed(self, param: torch.Tensor) -> Changes:
         """What changed in `param` since the last acknowledged sync.
