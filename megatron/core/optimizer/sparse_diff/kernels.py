@@ -1,11 +1,11 @@
 """CUDA kernels of the bitmask, in Triton: the copy that captures, and the expansion of bits to indices.
 
-Capture. With old_i the model's element and new_i = round(main_i) to its type, for word w of 32 elements
+Capture. With old_i the model's element and new_i = round(main_i) to its type, for byte b of eight elements
 
-    words_w |= sum over l of [bits(old_32w+l) != bits(new_32w+l)] * 2^l;   model_i = new_i
+    mask_b |= sum over l of [bits(old_8b+l) != bits(new_8b+l)] * 2^l;   model_i = new_i
 
-in one pass: 8.125 to 8.25 bytes an element for bf16 from fp32, where the plain copy moves 6. Elements that
-keep their bits need no store, so where few change the traffic falls towards 6.125 bytes.
+in one pass: 8.125 to 8.25 bytes an element for bf16 from fp32, where the plain copy moves 6. Eight neighbours
+that all keep their bits need no store, so where few change the traffic falls towards 6.125 bytes.
 
 Expansion. Words are cut into blocks. One kernel counts the bits of each block, a prefix sum over the counts
 gives each block its place, and a second kernel writes the indices: every word gives up its lowest set bit per
@@ -23,34 +23,31 @@ import triton.language as tl
 
 __all__ = ["capture", "expand"]
 
-CAPTURE_WORDS = 128  # words of 32 elements to a program
+CAPTURE_BYTES = 512  # of the mask to a program: 4096 elements
 EXPAND_WORDS = 512
-STORE_ALL, STORE_CHANGED, STORE_ADAPTIVE = 0, 1, 2
 
 
 @triton.jit
-def _capture_kernel(model, main, words, numel, ROWS: tl.constexpr, STORE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, 32)
-    index = row[:, None] * 32 + lane[None, :]
-    inside = index < numel
-    old = tl.load(model + index, mask=inside)
-    new = tl.load(main + index, mask=inside).to(old.dtype)
-    changed = (old.to(tl.int16, bitcast=True) != new.to(tl.int16, bitcast=True)) & inside
-    word = tl.sum(changed.to(tl.int32) << lane[None, :], axis=1)
-    if STORE == 0:
-        tl.store(model + index, new, mask=inside)
-    elif STORE == 1:
-        tl.store(model + index, new, mask=changed)
-    else:
-        # Few scattered stores are cheaper than whole rows; many are not.
-        if tl.sum(changed.to(tl.int32)) * 16 > ROWS * 32:
-            tl.store(model + index, new, mask=inside)
-        else:
-            tl.store(model + index, new, mask=changed)
-    row_inside = row * 32 < numel
-    known = tl.load(words + row, mask=row_inside, other=0)
-    tl.store(words + row, known | word, mask=row_inside & ((word & ~known) != 0))
+def _capture_kernel(model, main, mask, numel, BYTES: tl.constexpr, SKIP: tl.constexpr):
+    # One row is one byte of the mask: eight elements, which one thread loads and stores as a vector.
+    start = tl.program_id(0).to(tl.int64) * BYTES
+    left = tl.minimum(numel - start * 8, BYTES * 8).to(tl.int32)
+    row = tl.arange(0, BYTES)
+    lane = tl.arange(0, 8)
+    index = row[:, None] * 8 + lane[None, :]
+    inside = index < left
+    old = tl.load(model + start * 8 + index, mask=inside, other=0.0)
+    new = tl.load(main + start * 8 + index, mask=inside, other=0.0).to(old.dtype)
+    changed = old.to(tl.int16, bitcast=True) != new.to(tl.int16, bitcast=True)
+    byte = tl.sum(tl.where(changed, 1 << lane[None, :], 0), axis=1)
+    if SKIP:
+        inside &= (byte != 0)[:, None]  # the same for a whole row, so the store stays a vector
+    tl.store(model + start * 8 + index, new, mask=inside)
+    row_inside = row * 8 < left
+    known = tl.load(mask + start + row, mask=row_inside, other=0)
+    tl.store(
+        mask + start + row, known | byte.to(tl.uint8), mask=row_inside & ((byte & ~known.to(tl.int32)) != 0)
+    )
 
 
 @triton.jit
@@ -94,7 +91,12 @@ def _compact_kernel(words, ends, counts, model, indices, values, num_words, firs
 
 
 def capture(
-    model: torch.Tensor, main: torch.Tensor, words: torch.Tensor, store: int = STORE_ADAPTIVE
+    model: torch.Tensor,
+    main: torch.Tensor,
+    words: torch.Tensor,
+    skip: bool = True,
+    tile: int = CAPTURE_BYTES,
+    warps: int = 4,
 ) -> None:
     """`model.copy_(main)`, setting the bits of elements of `model` whose bits change.
 
@@ -102,11 +104,14 @@ def capture(
         model: flat bf16 or fp16 [numel], contiguous.
         main: flat, any floating type, [numel], contiguous, same device.
         words: int32 [ceil(numel / 32)].
+        skip: do not store where eight neighbours all keep their bits.
+        tile: bytes of the mask to a program.
     """
     numel = model.numel()
     if numel:
-        grid = (triton.cdiv(numel, 32 * CAPTURE_WORDS),)
-        _capture_kernel[grid](model, main, words, numel, ROWS=CAPTURE_WORDS, STORE=store, num_warps=4)
+        grid = (triton.cdiv(numel, 8 * tile),)
+        mask = words.view(torch.uint8)
+        _capture_kernel[grid](model, main, mask, numel, BYTES=tile, SKIP=skip, num_warps=warps)
 
 
 def expand(
