@@ -96,15 +96,6 @@ def _descend(read_level, start: int, count: int) -> torch.Tensor:
     return x
 
 
-def _ladder_nbytes(gap: torch.Tensor, start: int) -> int:
-    size, width, count = 0, start, gap.numel()
-    while count and width != 64:
-        size += count * width // 8
-        count = int((gap >= (1 << width) - 1).sum())
-        width = _NEXT[width]
-    return size + 8 * count
-
-
 def _gaps(index: torch.Tensor) -> torch.Tensor:
     gap = index.clone()
     gap[1:] -= index[:-1] + 1
@@ -133,24 +124,44 @@ def check_index(index: torch.Tensor, numel: int) -> torch.Tensor:
 # ---- choosing ----------------------------------------------------------------------------------------------
 
 
+def gap_counts(indices: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """For each tensor's indices, how many gaps do not fit into 8 and into 16 bits; one synchronisation for
+    all."""
+    device = indices[0].device
+    counts = torch.tensor([index.numel() for index in indices], device=device)
+    owner = torch.arange(len(indices), device=device).repeat_interleave(counts)
+    index = torch.cat(indices)
+    gap = index.clone()
+    gap[1:] -= torch.where(owner[1:] == owner[:-1], index[:-1] + 1, 0)
+    beyond = torch.zeros(2, len(indices), dtype=torch.int64, device=device)
+    for row, width in enumerate((8, 16)):
+        beyond[row].index_add_(0, owner, (gap >= (1 << width) - 1).to(torch.int64))
+    return list(zip(*beyond.tolist(), strict=True))
+
+
 def plan_tensor(
-    index: torch.Tensor, bits: torch.Tensor, distance: torch.Tensor | None, encodings: tuple[str, ...]
+    index: torch.Tensor,
+    bits: torch.Tensor,
+    distance: torch.Tensor | None,
+    gaps: tuple[int, int],
+    encodings: tuple[str, ...],
+    numel: int,
 ) -> tuple[int, int]:
     """How one tensor's changes are best coded: (first gap width, estimated bytes).
 
-    The estimate is exact for raw and packed, and the order-0 entropy of the byte planes for entropy.
+    The estimate is exact for raw and packed. For entropy, where it decides between sparse and dense, it is
+    the order-0 entropy of the byte planes; where packed is far below dense already, entropy is not estimated.
     """
     count, itemsize = index.numel(), bits.element_size()
-    gap = _gaps(index)
-    narrow, wide = _ladder_nbytes(gap, 8), _ladder_nbytes(gap, 16)
+    narrow, wide = count + 2 * gaps[0] + 8 * gaps[1], 2 * count + 8 * gaps[1]
     start = 8 if narrow <= wide else 16
     sizes = []
     if "raw" in encodings:
         sizes.append(count * (4 + itemsize))
-    if "packed" in encodings:
+    if "packed" in encodings or "entropy" in encodings:
         sizes.append(min(narrow, wide) + count * itemsize)
-    if "entropy" in encodings:
-        planes = [p for level, x in _climb(gap, start).items() for p in _planes(x, level)]
+    if "entropy" in encodings and sizes[-1] * 2 > numel * itemsize:
+        planes = [p for level, x in _climb(_gaps(index), start).items() for p in _planes(x, level)]
         values = _climb(_zigzag(distance), 8).items() if distance is not None else [(8 * itemsize, bits)]
         planes += [p for level, x in values for p in _planes(x, level)]
         sizes.append(sum(_order0_nbytes(p) for p in planes))

@@ -378,7 +378,7 @@ def _locate(
 def _read(write: _Write) -> torch.Tensor:
     bits = bits_of(write.live)
     if write.position is not None:
-        return bits[write.position]
+        return bits.index_select(0, write.position)
     box = write.box
     return bits.as_strided(box.size, box.local_stride, bits.storage_offset() + box.local_offset)
 
@@ -386,7 +386,7 @@ def _read(write: _Write) -> torch.Tensor:
 def _store(write: _Write, values: torch.Tensor) -> None:
     bits = bits_of(write.live)
     if write.position is not None:
-        bits.index_copy_(0, write.position, values)
+        bits.scatter_(0, write.position, values)  # positions are unique
         return
     box = write.box
     bits.as_strided(box.size, box.local_stride, bits.storage_offset() + box.local_offset).copy_(values)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -245,15 +245,18 @@ class Sender:
 
 
 @dataclass
-class _Group:
-    """Tensors of one dtype laid end to end, and their changes so far."""
+class _Change:
+    """What :meth:`Update.add_delta` was given, until the bucket is closed."""
 
-    start: int
-    names: list[str] = field(default_factory=list)
-    numel: int = 0
-    index: list[torch.Tensor] = field(default_factory=list)
-    bits: list[torch.Tensor] = field(default_factory=list)
-    distance: list[torch.Tensor] = field(default_factory=list)
+    name: str
+    index: torch.Tensor
+    values: torch.Tensor
+    old: torch.Tensor | None
+    every: bool  # all elements changed: the values are the tensor
+    numel: int
+    distance: torch.Tensor | None = None
+    start: int = 8
+    size: int | None = None  # estimated bytes, once planned
 
 
 class Update:
@@ -265,8 +268,7 @@ class Update:
         self.base = base
         self._tensors: list[dict] = []
         self._dense: dict[str, torch.Tensor] = {}
-        self._groups: list[_Group] = []
-        self._open_group: dict[tuple, int] = {}
+        self._changes: list[_Change] = []
         self._nbytes = 0
         self._buckets: list[tuple[torch.Tensor, str]] = []
         self._seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -299,7 +301,8 @@ class Update:
             index: int64 [n], flat indices into the full contiguous tensor, any order, none twice.
             values: [n], the current values, in the tensor's dtype.
             shape: of the full tensor.
-            full: the tensor itself, if at hand: it is sent whole where that is smaller.
+            full: the tensor itself, if at hand: it is sent whole where that is smaller. Like all other
+                arguments, it may be overwritten as soon as this returns.
             old: [n], the values at the base version, if at hand: the entropy encoding then codes distances.
                 Used only while ``base`` is a single version.
         """
@@ -315,32 +318,34 @@ class Update:
                 )
         if index.dtype != torch.int64 or index.dim() != 1:
             raise ValueError(f"{name}: index is int64 [n], got {index.dtype} {tuple(index.shape)}")
+        if full is not None and (tuple(full.shape) != shape or full.dtype != values.dtype):
+            raise ValueError(
+                f"{name}: full is {full.dtype} {tuple(full.shape)}, expected {values.dtype} {shape}"
+            )
         if index.numel() == 0:
             return
-        if index.numel() > 1 and not bool((index[1:] > index[:-1]).all()):
-            index, order = index.sort()
-            values, old = values[order], None if old is None else old[order]
-            if bool((index[1:] == index[:-1]).any()):
-                raise ValueError(f"{name}: an index is there twice")
-        if int(index[0]) < 0 or int(index[-1]) >= numel:
-            raise ValueError(f"{name}: an index lies outside a tensor of {numel} elements")
-        bits, distance = bits_of(values), None
-        encodings = self._sender.encodings
-        if (
-            old is not None
-            and "entropy" in encodings
-            and self.base[0] == self.base[1]
-            and codec.has_ulp(values.dtype)
-        ):
-            distance = codec.ulp_between(bits_of(old), bits)
-        start, size = codec.plan_tensor(index, bits, distance, encodings)
-        if size >= numel * values.element_size() and (full is not None or index.numel() == numel):
-            whole = full.detach() if full is not None else values.reshape(shape)
-            if tuple(whole.shape) != shape or whole.dtype != values.dtype:
-                raise ValueError(f"{name}: full is {whole.dtype} {tuple(whole.shape)}, expected {shape}")
-            self._add_dense(name, whole, index.numel())
-            return
-        self._add_changes(name, index, bits, distance, start, size)
+        change = _Change(
+            name=name,
+            index=index.clone(),
+            values=values.clone(),
+            old=None if old is None else old.clone(),
+            every=index.numel() == numel,
+            numel=numel,
+        )
+        if index.device.type == "cpu":
+            _check([change])
+        itemsize = values.element_size()
+        if full is not None and index.numel() * (8 + itemsize) >= numel * itemsize:
+            # It may be smaller whole: decide now, so that no reference to ``full`` outlives this call.
+            _check([change])
+            self._choose([change])
+            if change.size >= numel * itemsize:
+                self._add_dense(name, full.detach(), index.numel())
+                return
+        self._changes.append(change)
+        self._nbytes += index.numel() * (itemsize + 1)
+        if self._nbytes >= self._sender.bucket_bytes:
+            self._close_bucket()
 
     def finish(self, fingerprints: Mapping[str, int]) -> Payload:
         """Close the version.
@@ -411,59 +416,116 @@ class Update:
             raise LayoutMismatch(f"{name}: was {table[name]}, now {(shape, dtype)}")
         self._seen[name] = (shape, dtype)
 
-    def _list(self, name: str, encoding: str, changed: int, size: int, **extra) -> None:
+    def _list(self, name: str, encoding: str, changed: int, **extra) -> None:
         shape, dtype = self._seen[name]
         self._tensors.append({"name": name, "dtype": DTYPE_NAMES[dtype], "shape": list(shape), **extra})
         self._sent.append(name)
-        self._nbytes += size
         self._stats["changed"] += changed
         count = self._stats["encodings"]
         count[encoding] = count.get(encoding, 0) + 1
 
-    def _add_dense(self, name: str, tensor: torch.Tensor, changed: int) -> None:
-        self._list(name, "dense", changed, tensor.numel() * tensor.element_size())
+    def _add_dense(self, name: str, tensor: torch.Tensor, changed: int, keep: bool = True) -> None:
+        self._list(name, "dense", changed)
+        self._nbytes += tensor.numel() * tensor.element_size()
         full = self._nbytes >= self._sender.bucket_bytes
-        self._dense[name] = tensor if full else tensor.clone(memory_format=torch.contiguous_format)
-        if full:
-            self._close_bucket()
-
-    def _add_changes(self, name, index, bits, distance, start: int, size: int) -> None:
-        shape, dtype = self._seen[name]
-        numel, key = math.prod(shape), (dtype, start, distance is not None, index.device)
-        k = self._open_group.get(key)
-        if k is None or self._groups[k].numel + numel > codec.INT32_LIMIT:
-            k = self._open_group[key] = len(self._groups)
-            self._groups.append(_Group(start))
-        group = self._groups[k]
-        group.names.append(name)
-        group.index.append(index + group.numel)
-        group.bits.append(bits.clone())
-        if distance is not None:
-            group.distance.append(distance)
-        group.numel += numel
-        self._list(name, "sparse", index.numel(), size, group=k)
-        if self._nbytes >= self._sender.bucket_bytes:
+        self._dense[name] = (
+            tensor if full or not keep else tensor.clone(memory_format=torch.contiguous_format)
+        )
+        if full and keep:
             self._close_bucket()
 
     def _close_bucket(self) -> None:
-        if not self._tensors:
+        """Plan and encode the changes at hand, all of them in a few passes, and write the container."""
+        groups = self._plan()
+        if not self._tensors and not groups:
             return
-        parts, heads = dict(self._dense), []
-        for k, group in enumerate(self._groups):
-            made, head = codec.encode_group(
-                torch.cat(group.index),
-                torch.cat(group.bits),
-                torch.cat(group.distance) if group.distance else None,
-                group.numel,
-                group.start,
-                self._sender.encodings,
-            )
+        parts, heads = {}, []
+        for k, (members, start, index, bits, distance) in enumerate(groups):
+            numel = sum(change.numel for change in members)
+            made, head = codec.encode_group(index, bits, distance, numel, start, self._sender.encodings)
             heads.append(head)
             parts |= {f":{k}:{part}": tensor for part, tensor in made.items()}
-            count = self._stats["encodings"]
-            count[head["encoding"]] = count.get(head["encoding"], 0) + len(group.names)
-            count["sparse"] -= len(group.names)
-        self._stats["encodings"] = {name: n for name, n in self._stats["encodings"].items() if n}
+            for change in members:
+                self._list(change.name, head["encoding"], change.index.numel(), group=k)
+        parts |= self._dense
         data = write_bucket(self._tensors, heads, parts, self._sender.lineage, self.version)
         self._buckets.append(data)
-        self._tensors, self._dense, self._groups, self._open_group, self._nbytes = [], {}, [], {}, 0
+        self._tensors, self._dense, self._changes, self._nbytes = [], {}, [], 0
+
+    def _choose(self, changes: list[_Change]) -> None:
+        """Plan the encoding of each of some tensors on one device."""
+        if not changes:
+            return
+        encodings, exact = self._sender.encodings, self.base[0] == self.base[1]
+        for change, gaps in zip(changes, codec.gap_counts([c.index for c in changes]), strict=True):
+            bits = bits_of(change.values)
+            ulp = "entropy" in encodings and exact and codec.has_ulp(change.values.dtype)
+            if ulp and change.old is not None:
+                change.distance = codec.ulp_between(bits_of(change.old), bits)
+            change.start, change.size = codec.plan_tensor(
+                change.index, bits, change.distance, gaps, encodings, change.numel
+            )
+
+    def _plan(self) -> list[tuple]:
+        """Choose dense or sparse for each tensor; returns the groups of the sparse ones: (members, first gap
+        width, index, bits, distances or None)."""
+        keyed: dict[tuple, list[_Change]] = {}
+        for device in {change.index.device for change in self._changes}:
+            changes = [change for change in self._changes if change.index.device == device]
+            if device.type != "cpu":
+                _check(changes)
+            self._choose([change for change in changes if change.size is None])
+            for change in changes:
+                if change.every and change.size >= change.numel * change.values.element_size():
+                    whole = change.values.view(self._seen[change.name][0])
+                    self._add_dense(change.name, whole, change.index.numel(), keep=False)
+                    continue
+                key = (change.values.dtype, change.start, change.distance is not None, device)
+                keyed.setdefault(key, []).append(change)
+        groups = []
+        for (_, start, relative, device), members in keyed.items():
+            for part in _parts(members):
+                offsets = [0]
+                for change in part:
+                    offsets.append(offsets[-1] + change.numel)
+                counts = torch.tensor([change.index.numel() for change in part], device=device)
+                shift = torch.tensor(offsets[:-1], device=device).repeat_interleave(counts)
+                index = torch.cat([change.index for change in part]) + shift
+                bits = torch.cat([bits_of(change.values) for change in part])
+                distance = torch.cat([change.distance for change in part]) if relative else None
+                groups.append((part, start, index, bits, distance))
+        return groups
+
+
+def _parts(changes: list[_Change]) -> list[list[_Change]]:
+    """Cut so that a group has fewer than 2**31 elements where it can."""
+    parts, size = [[]], 0
+    for change in changes:
+        if parts[-1] and size + change.numel >= codec.INT32_LIMIT:
+            parts.append([])
+            size = 0
+        parts[-1].append(change)
+        size += change.numel
+    return parts
+
+
+def _check(changes: list[_Change]) -> None:
+    """Indices lie inside their tensors, and rise strictly or are sorted here; one device synchronisation."""
+    device = changes[0].index.device
+    counts = torch.tensor([change.index.numel() for change in changes], device=device)
+    numel = torch.tensor([change.numel for change in changes], device=device).repeat_interleave(counts)
+    owner = torch.arange(len(changes), device=device).repeat_interleave(counts)
+    index = torch.cat([change.index for change in changes])
+    outside = ((index < 0) | (index >= numel)).any()
+    falls = ((index[1:] <= index[:-1]) & (owner[1:] == owner[:-1])).any()
+    bad, unsorted = torch.stack([outside, falls]).tolist()
+    if not bad and not unsorted:
+        return
+    for change in changes:
+        if int(change.index.min()) < 0 or int(change.index.max()) >= change.numel:
+            raise ValueError(f"{change.name}: an index lies outside a tensor of {change.numel} elements")
+        change.index, order = change.index.sort()
+        change.values = change.values[order]
+        change.old = None if change.old is None else change.old[order]
+        if bool((change.index[1:] == change.index[:-1]).any()):
+            raise ValueError(f"{change.name}: an index is there twice")

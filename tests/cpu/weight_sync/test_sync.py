@@ -486,3 +486,27 @@ def test_container_round_trip_is_exact():
     assert parsed.digest == digest and parsed.metadata["kind"] == "test"
     assert all(torch.equal(parsed.entries[k], v) for k, v in entries.items())
     assert set(load(bytes(data.tolist()))) == set(entries)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5, 1.0])
+def test_arguments_may_be_overwritten_at_once(pair, density):
+    """Exporters reuse their buffers: nothing that was added may look at them later."""
+    trainer, module, receiver = pair(bucket_bytes=1 << 20)
+    trainer.step(density, torch.Generator().manual_seed(9))
+    update = trainer.sender.begin()
+    for name, tensor in trainer.tensors.items():
+        index = trainer.bits[name].nonzero().view(-1)
+        buffers = [index.clone(), tensor.view(-1)[index].clone(), tensor.clone()]
+        update.add_delta(name, buffers[0], buffers[1], tensor.shape, full=buffers[2])
+        for buffer in buffers:
+            buffer.view(torch.uint8).fill_(77) if buffer.dim() else buffer.fill_(77)
+    receiver.apply(update.finish(ws.fingerprint(trainer.tensors)))
+    assert same(trainer, module)
+    update = trainer.sender.begin(dense=True, again=True)
+    for name, tensor in trainer.tensors.items():
+        buffer = tensor.clone()
+        update.add_dense(name, buffer)
+        buffer.fill_(77)
+    fresh = type(module)()
+    ws.ModuleReceiver(fresh).apply(update.finish(ws.fingerprint(trainer.tensors)))
+    assert same(trainer, fresh)
