@@ -212,3 +212,16 @@ def test_a_multi_tensor_copy_is_left_alone_unless_a_parameter_has_a_manager():
     assert sparse_diff.copy_with_sparse_diff([params], [mains]) is True
     assert all(torch.equal(p, m.bfloat16()) for p, m in zip(params, mains, strict=True))
     assert len(manager.events) == 2 and torch.equal(manager.events[0][1], old[1])
+
+
+def test_a_manager_that_will_see_nothing_of_a_parameter_is_warned_about_once(monkeypatch, caplog):
+    monkeypatch.setattr(context, "_warned", False)
+    sparse_diff.register_manager_factory(Recorder)
+    param, shard, main = shards()
+    sparse_diff.init_sparse_manager(param, shard, main, None)
+    assert not caplog.records
+    own = torch.nn.Parameter(torch.zeros(5))
+    for _ in range(2):
+        sparse_diff.init_sparse_manager(own, own.detach(), None, None)
+    [record] = caplog.records
+    assert "precision-aware parameters in place" in record.message and "attach compares" in record.message

@@ -14,7 +14,7 @@ the parameter as ``_sparse_owner``. It has one of two shapes:
 """
 
 import importlib
-import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
@@ -90,7 +90,10 @@ class SparseManager(Protocol):
     def after_copy(self, shard_model_weight: torch.Tensor, shard_main_weight: torch.Tensor) -> None: ...
 
 
+logger = logging.getLogger(__name__)
+
 _registered: Callable[..., Any] | None = None
+_warned = False
 
 
 def register_manager_factory(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -159,7 +162,21 @@ def init_sparse_manager(
     )
     if manager is not None:
         bind(manager, model_param, shard_model_weight, shard_main_weight)
+        _warn_if_blind(shard_model_weight, shard_main_weight)
     return manager
+
+
+def _warn_if_blind(shard_model: torch.Tensor | None, shard_main: torch.Tensor | None) -> None:
+    global _warned
+    if not _warned and (shard_main is None or shard_main is shard_model):
+        _warned = True
+        kind = "precision-aware" if shard_main is None else "fp32"
+        logger.warning(
+            "sparse diff: the inner optimizer writes %s parameters in place, so that a manager called around "
+            "the copy sees no change of them (unless HybridDeviceOptimizer copies them from the host). "
+            "megatron.core.optimizer.sparse_diff.attach compares such parameters at sync.",
+            kind,
+        )
 
 
 def bind(manager: Any, model_param: torch.Tensor, *shards: torch.Tensor | None) -> None:
