@@ -17,6 +17,7 @@ on the tensor's own device, in chunks: nothing of the tensor's size is allocated
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -102,6 +103,18 @@ def _chunk(tensor: torch.Tensor) -> int:
     return _CHUNK_CPU if tensor.device.type == "cpu" else _CHUNK_CUDA
 
 
+def kernels_for(tensor: torch.Tensor):
+    """The Triton kernels where they can read ``tensor``, else None: then plain torch does it, anywhere."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (tensor.is_cuda or interpreted) or tensor.element_size() not in (1, 2, 4, 8):
+        return None
+    try:
+        from megatron.weight_sync import kernels
+    except ImportError:
+        return None
+    return kernels
+
+
 def tensor_sum(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Fingerprint of a whole tensor under ``name``: int64 [], on the tensor's device, not synchronised."""
     stride = torch.empty(tensor.shape, device="meta").stride()
@@ -132,10 +145,27 @@ def fingerprint(
     if isinstance(named_tensors, Mapping):
         named_tensors = named_tensors.items()
     names, sums = [], []
+    fast: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named_tensors:
+        if tensor.is_contiguous() and kernels_for(tensor) is not None:
+            fast.append((name, tensor.detach().view(-1)))
+            continue
         names.append(name)
         sums.append(tensor_sum(name, tensor))
-    return _collect(names, sums)
+    whole = [(flat, Box(name, (flat.numel(),), 0, (1,), 0, (1,))) for name, flat in fast]
+    return add(_collect(names, sums), _fast_boxes(whole))
+
+
+def _fast_boxes(pieces: list[tuple[torch.Tensor, Box]]) -> dict[str, int]:
+    """By kernels, one launch per device."""
+    by_device: dict[torch.device, list[tuple[torch.Tensor, Box]]] = {}
+    for live, box in pieces:
+        by_device.setdefault(live.device, []).append((live, box))
+    shares = []
+    for found in by_device.values():
+        sums = kernels_for(found[0][0]).BoxSums(found)().tolist()
+        shares += [{box.full_name: value % MODULUS} for (_, box), value in zip(found, sums, strict=True)]
+    return add(*shares)
 
 
 def fingerprint_boxes(pieces: Iterable[tuple[torch.Tensor, Iterable[Box]]]) -> dict[str, int]:
@@ -146,12 +176,16 @@ def fingerprint_boxes(pieces: Iterable[tuple[torch.Tensor, Iterable[Box]]]) -> d
             of one rank; the shares of all ranks then add up (:func:`add`, :func:`all_reduce`) to
             :func:`fingerprint` of the full tensors.
     """
-    names, sums = [], []
+    names, sums, fast = [], [], []
     for local, boxes in pieces:
+        kernels = kernels_for(local)
         for box in boxes:
+            if kernels is not None and kernels.few_loops(box):
+                fast.append((local.detach(), box))
+                continue
             names.append(box.full_name)
             sums.append(box_sum(local, box))
-    return _collect(names, sums)
+    return add(_collect(names, sums), _fast_boxes(fast))
 
 
 def _collect(names: list[str], sums: list[torch.Tensor]) -> dict[str, int]:
@@ -209,7 +243,11 @@ def word_sum(data: torch.Tensor) -> torch.Tensor:
     body = data[:whole]
     if body.data_ptr() % 8:
         body = body.clone()
-    total = _sum_affine(body.view(torch.int64), n, (G,), _chunk(data))
+    kernels = kernels_for(body)
+    if kernels is not None and whole:
+        total = kernels.words_sum(body, n)
+    else:
+        total = _sum_affine(body.view(torch.int64), n, (G,), _chunk(data))
     if whole < n:
         tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
         tail[: n - whole] = data[whole:]

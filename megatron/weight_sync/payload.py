@@ -53,13 +53,28 @@ class Record:
     dtype: torch.dtype
     shape: tuple[int, ...]
     encoding: str
-    index: torch.Tensor | None
+    group_index: torch.Tensor | None
     bits: torch.Tensor
     relative: bool = False
+    start: int = 0
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def count(self) -> int:
+        """How many elements are here."""
+        return self.bits.numel()
+
+    @property
+    def index(self) -> torch.Tensor | None:
+        """Flat indices into the tensor."""
+        return None if self.group_index is None else self.group_index - self.start
+
+    def index_list(self, device) -> tuple[torch.Tensor, int]:
+        """The indices as they are in the group, and what to take off them: a view, nothing is computed."""
+        return self.group_index.to(device), self.start
 
 
 @dataclass
@@ -297,6 +312,6 @@ def _split_group(head, parts, members, manifest: Manifest, limit: int | None) ->
         raise CorruptPayload("distances need floating-point values and one base version")
     cut = torch.searchsorted(index, torch.tensor(border, device=index.device)).tolist()
     return [
-        Record(name, dtype, shape, head["encoding"], index[a:b] - start, bits[a:b], relative)
+        Record(name, dtype, shape, head["encoding"], index[a:b], bits[a:b], relative, start)
         for (name, dtype, shape), start, a, b in zip(members, border, cut, cut[1:], strict=False)
     ]

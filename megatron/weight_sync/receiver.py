@@ -30,8 +30,15 @@ from megatron.weight_sync.errors import (
     WrongBase,
     WrongModel,
 )
-from megatron.weight_sync.fingerprints import MODULUS, _signed, bits_of, box_sum, total
-from megatron.weight_sync.fingerprints import _collect as collect_sums
+from megatron.weight_sync.fingerprints import (
+    MODULUS,
+    _signed,
+    add,
+    bits_of,
+    fingerprint_boxes,
+    kernels_for,
+    total,
+)
 from megatron.weight_sync.payload import Manifest, Payload, Record, read_bucket, read_manifest
 from megatron.weight_sync.sender import Ack
 
@@ -55,6 +62,36 @@ class _Write:
     position: torch.Tensor | None
     new: torch.Tensor
     old: torch.Tensor | None = None
+    touched: bool = False
+
+    def store(self, keep: bool) -> None:
+        """Write the new bits; the old ones are kept first."""
+        if keep and self.old is None:
+            self.old = _read(self).clone()
+        self.touched = True
+        _store(self, self.new)
+
+    def put_back(self) -> None:
+        if not self.touched:
+            return
+        if self.old is None:
+            raise RuntimeError("replaced values were not kept (keep_undo=False)")
+        _store(self, self.old)
+
+
+class _SwapWrite:
+    """Many tensors' changes at once, by a kernel that keeps what it replaces."""
+
+    def __init__(self, swap):
+        self._swap, self._touched = swap, False
+
+    def store(self, keep: bool) -> None:
+        self._touched = True
+        self._swap.store()
+
+    def put_back(self) -> None:
+        if self._touched:
+            self._swap.put_back()
 
 
 class Peers:
@@ -110,6 +147,7 @@ class Receiver:
         self.version: int | None = None
         self.poisoned = False
         self._expected: dict[str, int] = {}  # per-tensor sums of the version held
+        self._sums = None
         self._bind(targets, groups)
 
     def _bind(self, targets: Mapping[str, Target], groups: Iterable[Iterable[str]] | None) -> None:
@@ -132,13 +170,21 @@ class Receiver:
     def live_fingerprint(self, names: Iterable[str] | None = None) -> dict[str, int]:
         """Per-tensor sums over the live weights: of all ranks, with as many copies as they hold together."""
         names = list(self.targets if names is None else names)
-        keys, sums = [], []
-        for name in names:
-            for live, box in self.targets[name].pieces:
-                keys.append(name)
-                sums.append(box_sum(live, box))
-        share = {**dict.fromkeys(names, 0), **collect_sums(keys, sums)}
+        share = {**dict.fromkeys(names, 0), **self._share(names)}
         return self.peers.add(share, names) if self.peers is not None else share
+
+    def _share(self, names: list[str]) -> dict[str, int]:
+        """This process's share. On a GPU the table of pieces is built once: their addresses do not change."""
+        pieces = [piece for name in names for piece in self.targets[name].pieces]
+        kernels = kernels_for(pieces[0][0]) if pieces else None
+        same = {(live.device, live.is_cuda) for live, _ in pieces}
+        if kernels is None or len(same) != 1 or not all(kernels.few_loops(box) for _, box in pieces):
+            return fingerprint_boxes((live, [box]) for live, box in pieces)
+        key = tuple(live.data_ptr() for live, _ in pieces)
+        if self._sums is None or self._sums[0] != key:
+            self._sums = (key, kernels.BoxSums(pieces))
+        values = self._sums[1]().tolist()
+        return add(*({box.full_name: v} for (_, box), v in zip(pieces, values, strict=True)))
 
     def _wrong(self, expected: Mapping[str, int]) -> list[str]:
         sums = self.live_fingerprint(expected)
@@ -214,8 +260,7 @@ class Receiver:
             payload = Payload.from_bytes(payload)
         manifest = read_manifest(payload.manifest)
         self._check_version(manifest)
-        records = self._verify(payload, manifest)
-        return manifest, [write for record in records for write in self._stage(record)]
+        return manifest, self._stage_all(self._verify(payload, manifest))
 
     def _check_version(self, manifest: Manifest) -> None:
         if self.model_id is not None and manifest.model_id != self.model_id:
@@ -295,33 +340,47 @@ class Receiver:
                     f"{other.name} and {record.name} share storage here, but their values differ"
                 )
 
-    def _stage(self, record: Record) -> list[_Write]:
-        """What a record writes into this process's storage; allocates O(changed)."""
-        writes = []
-        for live, box in self.targets[record.name].pieces:
-            bits = record.bits.to(live.device)
-            if record.index is None:
-                view = bits.as_strided(box.size, box.full_stride, bits.storage_offset() + box.full_offset)
-                writes.append(_Write(record.name, live, box, None, view))
-                continue
-            position, values = _locate(record.index.to(live.device), bits, box, record.numel)
-            if position.numel() == 0:
-                continue
-            write = _Write(record.name, live, box, position, values)
-            if record.relative:
-                write.old = _read(write)
-                write.new = codec.ulp_apply(write.old, values)
-            writes.append(write)
+    def _stage_all(self, records: list[Record]) -> list:
+        """What the records write into this process's storage; allocates O(changed)."""
+        writes, swaps, seen = [], {}, set()
+        for record in records:
+            group = self._group_of[record.name]
+            if group in seen:
+                continue  # tied weights, which say the same
+            seen.add(group)
+            for live, box in self.targets[record.name].pieces:
+                kernels = kernels_for(live)
+                if record.index is None or kernels is None or not kernels.few_loops(box):
+                    writes += self._stage(record, live, box)
+                elif record.count:
+                    index, base = record.index_list(live.device)
+                    change = kernels.Change(live, box, index, record.bits.to(live.device), base)
+                    key = (live.device, live.element_size(), record.relative)
+                    swaps.setdefault(key, []).append(change)
+        for (_, _, relative), changes in swaps.items():
+            writes.append(_SwapWrite(kernels_for(changes[0].live).Swap(changes, relative)))
         return writes
+
+    def _stage(self, record: Record, live: torch.Tensor, box: Box) -> list[_Write]:
+        bits = record.bits.to(live.device)
+        if record.index is None:
+            view = bits.as_strided(box.size, box.full_stride, bits.storage_offset() + box.full_offset)
+            return [_Write(record.name, live, box, None, view)]
+        position, values = _locate(record.index.to(live.device), bits, box, record.numel)
+        if position.numel() == 0:
+            return []
+        write = _Write(record.name, live, box, position, values)
+        if record.relative:
+            write.old = _read(write)
+            write.new = codec.ulp_apply(write.old, values)
+        return [write]
 
     def _write(self, writes: list[_Write], done: list[_Write], manifest: Manifest) -> None:
         """Write, and note in ``done`` what :meth:`_undo` has to put back."""
         keep = self.keep_undo or not manifest.dense
         for write in writes:
-            if keep and write.old is None:
-                write.old = _read(write).clone()
             done.append(write)
-            _store(write, write.new)
+            write.store(keep)
         self._after_writing()
 
     def _after_writing(self) -> None:
@@ -341,9 +400,7 @@ class Receiver:
 
     def _undo(self, done: list[_Write]) -> None:
         for write in reversed(done):
-            if write.old is None:
-                raise RuntimeError("replaced values were not kept (keep_undo=False)")
-            _store(write, write.old)
+            write.put_back()
         self._after_writing()
 
     def _mismatch(self, wrong: list[str], manifest: Manifest) -> Exception:
