@@ -77,8 +77,8 @@ def _folder() -> Path:
 
 @functools.cache
 def reference(case: str):
-    """``(configuration as plain fields, checkpoint file, tokens, logits)``; weights as ``save_pretrained`` writes
-    them, under the names of published checkpoints."""
+    """``(configuration as plain fields, checkpoint file, tokens, logits)``; weights as
+    ``save_pretrained`` writes them, under the names of published checkpoints."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, fields = CASES[case]
@@ -92,10 +92,14 @@ def reference(case: str):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("inv_freq"):
                 continue
-            tensor.copy_(1 + 0.3 * torch.randn_like(tensor) if "norm" in name else 0.2 * torch.randn_like(tensor))
+            noise = torch.randn_like(tensor)
+            tensor.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
         tokens = torch.randint(0, config.vocab_size, (2, 12))
         logits = model(tokens).logits
     path = _folder() / case
     model.save_pretrained(path)
-    plain = config.to_dict() | {"rope_theta": THETA, "partial_rotary_factor": rope.get("partial_rotary_factor")}
+    plain = config.to_dict() | {
+        "rope_theta": THETA,
+        "partial_rotary_factor": rope.get("partial_rotary_factor"),
+    }
     return plain, str(path / "model.safetensors"), tokens, logits

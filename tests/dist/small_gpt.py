@@ -11,8 +11,13 @@ import zlib
 
 import torch
 import torch.nn.functional as F
+
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -27,12 +32,12 @@ SEQUENCE = 24
 
 
 class PlainAttention(torch.nn.Module):
-    """Causal attention in plain torch. Upstream's local one knows no value head size, so MLA cannot use it."""
+    """Causal attention in plain torch: upstream's local one knows no value head size, which MLA needs."""
 
     plain_softmax_attention = True
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, softmax_scale=None, k_channels=None,
-                 v_channels=None, **ignored):
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, softmax_scale=None,
+                 k_channels=None, v_channels=None, **ignored):
         super().__init__()
         self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
         self.softmax_scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
@@ -54,8 +59,9 @@ def config(moe=False, mla=False, **overrides):
     fields = dict(
         num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, gated_linear_unit=True,
         activation_func=F.silu, add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0,
-        attention_dropout=0.0, bias_activation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False, apply_rope_fusion=False, batch_p2p_comm=False,
+        attention_dropout=0.0, bias_activation_fusion=False, masked_softmax_fusion=False,
+        bias_dropout_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        batch_p2p_comm=False,
         tensor_model_parallel_size=tp, sequence_parallel=moe and tp > 1,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
@@ -172,8 +178,8 @@ class Trainer:
         self.ddp = [DistributedDataParallel(cfg, ddp, chunk) for chunk in chunks]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=lr, weight_decay=0.01, clip_grad=1.0, bf16=cfg.bf16, params_dtype=cfg.params_dtype,
-                use_distributed_optimizer=distributed_optimizer,
+                optimizer="adam", lr=lr, weight_decay=0.01, clip_grad=1.0, bf16=cfg.bf16,
+                params_dtype=cfg.params_dtype, use_distributed_optimizer=distributed_optimizer,
                 overlap_param_gather=overlap and distributed_optimizer, **optimizer),
             self.ddp)
         cfg.finalize_model_grads_func = finalize_model_grads

@@ -1,4 +1,4 @@
-"""A few parameters of odd sizes under a real Megatron optimizer, stepped with seeded gradients and no forward."""
+"""Parameters of odd sizes under a real Megatron optimizer, stepped with seeded gradients: no forward."""
 
 import torch
 
@@ -61,7 +61,7 @@ def build(
 
 
 def step(chunk, optimizer, seed, density=1.0, scale=1.0):
-    """One optimizer step with gradients that are the same on all data-parallel ranks; `density` of them nonzero."""
+    """One optimizer step; gradients are the same on all data-parallel ranks, `density` of them nonzero."""
     gen = torch.Generator().manual_seed(seed)
     chunk.zero_grad_buffer()
     for param in chunk.parameters():

@@ -30,7 +30,8 @@ DENSE = {
     "tp2-pp2-vpp2-sp": (4, dict(tp=2, pp=2, vpp=2), dict(sequence_parallel=True)),
     "recompute-full": (2, dict(tp=2), dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
-    "recompute-core-attn": (2, dict(pp=2), dict(recompute_granularity="selective", recompute_modules=["core_attn"])),
+    "recompute-core-attn": (2, dict(pp=2), dict(
+        recompute_granularity="selective", recompute_modules=["core_attn"])),
 }
 
 

@@ -15,7 +15,7 @@ class Touched(AssertionError):
 
 @contextlib.contextmanager
 def world_untouched():
-    """Refuse point-to-point calls on WORLD; yields the calls made, as (kind, peer, description of the group)."""
+    """Refuse point-to-point calls on WORLD; yields the calls made: (kind, peer, description of the group)."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
@@ -110,19 +110,19 @@ TWO_WAY = {"pp2", "pp2-vpp2", "pp2-vpp2-overlap", "pp2-vpp2-overlap-warmup", "pp
 
 
 def own_collection(pipeline, with_overlap_group, vpp=None, **model):
-    """A pipeline on some ranks of WORLD, in groups that the caller made; the other ranks only help to make them.
+    """A pipeline on some ranks of WORLD, in groups that the caller made; the others only help to make them.
 
     Loss and gradients by global name, those of a single stage, the calls and the warnings.
     """
     import torch
     import torch.distributed as dist
+
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_overlap_group import create_overlap_group
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
-
     from tests.dist import small_gpt
 
     def run(group, embedding, chunks):
@@ -140,7 +140,8 @@ def own_collection(pipeline, with_overlap_group, vpp=None, **model):
             models.append(GPTModel(
                 cfg, spec, small_gpt.VOCAB, max_sequence_length=64, vp_stage=i if chunks else None,
                 pre_process=stage == i == 0, post_process=(stage, i) == (stages - 1, (chunks or 1) - 1),
-                share_embeddings_and_output_weights=False, position_embedding_type="rope", pg_collection=groups))
+                share_embeddings_and_output_weights=False, position_embedding_type="rope",
+                pg_collection=groups))
             small_gpt.fill(models[-1])
         schedule = schedules.forward_backward_no_pipelining if stages == 1 else (
             schedules.forward_backward_pipelining_with_interleaving if chunks
@@ -173,8 +174,9 @@ def own_collection(pipeline, with_overlap_group, vpp=None, **model):
                 loss, gradients = run(pp_group, embedding, vpp) if rank in pipeline else (None, {})
     finally:
         logging.getLogger("megatron.core.pipeline_overlap_group").removeHandler(handler)
-    worst = max((float((g - expected[n]).abs().max() / expected[n].abs().max()) for n, g in gradients.items()),
-                default=0.0)
+    worst = max(
+        (float((g - expected[n]).abs().max() / expected[n].abs().max()) for n, g in gradients.items()),
+        default=0.0)
     return types.SimpleNamespace(loss=loss, expected_loss=expected_loss, worst=worst, names=list(gradients),
                                  all=sorted(expected), calls=calls, warnings=warnings)
 
@@ -212,8 +214,9 @@ def test_callers_own_groups_among_foreign_ranks(world, name, with_overlap_group)
 
 
 def test_overlapped_warmup_needs_the_second_communicator(world):
-    with pytest.raises(RuntimeError, match=r"RuntimeError: overlap_p2p_comm_warmup_flush on a two-stage pipeline "
-                                           r"needs a second communicator: call .*create_overlap_group"):
+    message = (r"RuntimeError: overlap_p2p_comm_warmup_flush on a two-stage pipeline "
+               r"needs a second communicator: call .*create_overlap_group")
+    with pytest.raises(RuntimeError, match=message):
         world(4, own_collection, [2, 3], False, **SCHEDULES["vpp2-overlap-warmup"])
 
 
@@ -237,7 +240,7 @@ def varied_lengths(pp=1, vpp=None, **model):
         batches = [b[:, : 23 - 4 * i] for i, b in enumerate(small_gpt.tokens(4))]
         with world_untouched():
             loss = run.backward(batches, step)
-        ok, norm, _ = run.optimizer.step()
+        _, norm, _ = run.optimizer.step()
     return loss, float(norm)
 
 
@@ -253,7 +256,6 @@ def test_variable_lengths(world, layout):
 
 def batched(forward_only, **layout):
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from tests.dist import small_gpt
 
     vpp = layout.get("vpp")
@@ -264,7 +266,8 @@ def batched(forward_only, **layout):
             losses = get_forward_backward_func()(
                 forward_step_func=small_gpt.causal_step, model=chunks if vpp else chunks[0],
                 data_iterator=[iter(small_gpt.tokens()) for _ in chunks] if vpp else iter(small_gpt.tokens()),
-                num_microbatches=4, seq_length=small_gpt.SEQUENCE, micro_batch_size=2, forward_only=forward_only)
+                num_microbatches=4, seq_length=small_gpt.SEQUENCE, micro_batch_size=2,
+                forward_only=forward_only)
     return [float(entry["loss"]) for entry in losses]
 
 
@@ -282,6 +285,7 @@ def test_two_stages_interleaved_and_batched_may_evaluate(world):
 
 def overlap_groups():
     import torch.distributed as dist
+
     from megatron.core import parallel_state
     from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.pipeline_overlap_group import _OVERLAP_GROUPS, overlap_group
@@ -323,7 +327,8 @@ def test_no_second_communicator_on_ucc_or_for_other_sizes(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     made = []
-    for ranks, options in (([0, 1], dict(backend="ucc")), ([0], {}), ([0, 1, 2], {}), ([0, 1], dict(timeout=7))):
+    cases = (([0, 1], dict(backend="ucc")), ([0], {}), ([0, 1, 2], {}), ([0, 1], dict(timeout=7)))
+    for ranks, options in cases:
         create_overlap_group(None, ranks, lambda ranks, **options: made.append((ranks, options)), **options)
     assert made == [([0, 1], dict(timeout=7, group_desc=OVERLAP))]  # rank 5 helps to make it
 
@@ -332,6 +337,7 @@ def rolls():
     """roll_tensor over two context-parallel ranks, of two replicas, beside the roll of the whole."""
     import torch
     import torch.distributed as dist
+
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.multi_token_prediction import roll_tensor
@@ -371,6 +377,7 @@ def test_context_parallel_rolls_stay_inside_their_group(world):
 
 def inference_transfer(name_the_group):
     import torch
+
     from megatron.core import parallel_state
     from megatron.core.inference.communication_utils import (
         recv_from_prev_pipeline_rank_,

@@ -232,7 +232,8 @@ def broken(how, fields):
         ("other configuration", r"rank 1: its configuration asks for other tensors"),
         (
             "missing module",
-            r"rank 1: its dense tensors are not the shards .*\n  model.layers.2.self_attn.q_norm.weight: no rank owns",
+            r"rank 1: its dense tensors are not the shards .*\n"
+            r"  model.layers.2.self_attn.q_norm.weight: no rank owns",
         ),
         (
             "glu halves swapped",

@@ -1,4 +1,4 @@
-"""The trainer's stream of versions: thirty real optimizer steps, faults on the way, the receiver bit for bit equal."""
+"""A trainer's stream of versions: thirty steps, faults on the way, the receiver equal bit for bit."""
 
 import pytest
 
@@ -9,11 +9,11 @@ def stream(groups, steps=30):
     """Train a small Qwen3-shaped policy and feed a transformers model; what happened, on rank 0."""
     import torch
     import torch.distributed as dist
+
+    from examples.quickstart import policy, rollout
     from megatron.core.optimizer.sparse_diff import attach
     from megatron.core.param_export import build_plan, export
     from megatron.core.param_export.publisher import Publisher
-
-    from examples.quickstart import policy, rollout
     from megatron.core.tree_training import Trajectory, TreeBatch
     from megatron.weight_sync import CorruptPayload, ModuleReceiver, Payload, Sender, WrongBase
 
@@ -55,7 +55,9 @@ def stream(groups, steps=30):
                 elif step == 15:  # damaged on the way, then sent again as it was
                     bucket = payload.buckets[0].clone()
                     bucket[bucket.numel() // 2] ^= 1
-                    damaged = Payload(payload.manifest, [bucket], payload.version, payload.base, payload.stats)
+                    damaged = Payload(
+                        payload.manifest, [bucket], payload.version, payload.base, payload.stats
+                    )
                     with pytest.raises(CorruptPayload):
                         receiver.apply(damaged)
                     assert all(torch.equal(before[n], t) for n, t in engine.state_dict().items())
@@ -74,7 +76,9 @@ def stream(groups, steps=30):
             if main:
                 held = engine.state_dict()
                 assert set(held) == set(expected)
-                equal = all(torch.equal(held[n].view(torch.int16), t.view(torch.int16)) for n, t in expected.items())
+                equal = all(
+                    torch.equal(held[n].view(torch.int16), t.view(torch.int16)) for n, t in expected.items()
+                )
                 seen.append((event, equal, done, payload.nbytes, publisher.density))
         return seen
 
@@ -100,7 +104,6 @@ def misplaced():
     from types import SimpleNamespace
 
     from megatron.core.param_export.publisher import Publisher
-
     from megatron.weight_sync import Sender
 
     told = []

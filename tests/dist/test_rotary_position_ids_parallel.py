@@ -1,4 +1,4 @@
-"""`rotary_use_position_ids` with position ids of each sample: tensor, sequence and pipeline parallel equal one rank."""
+"""`rotary_use_position_ids`, ids per sample: tensor, sequence and pipeline parallel equal one rank."""
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ def logits(groups, options, ids_BS, flag=True):
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-
     from tests.dist.small_gpt import VOCAB, build, config
 
     with parallel(**groups):

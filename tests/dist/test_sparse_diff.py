@@ -9,7 +9,7 @@ from tests.dist.world import parallel
 
 
 def _follow(chunk, optimizer, diff, versions=3, **options):
-    """Train, gather, apply what was gathered to a receiver's copy, compare; the indices by version and name."""
+    """Train, gather, apply what was gathered to a receiver's copy, compare; indices by version and name."""
     receiver = snapshot(chunk)
     found = []
     for version in range(versions):
@@ -82,7 +82,8 @@ def _to_one_rank():
 def test_gather_to_one_rank_and_its_errors(world):
     (before, other), (_, equal, count) = world(2, _to_one_rank)
     assert before == (
-        "sparse diff: module.second is sharded over data-parallel ranks; call gather_changed() on all of them first"
+        "sparse diff: module.second is sharded over data-parallel ranks; "
+        "call gather_changed() on all of them first"
     )
     assert other == "sparse diff: module.second was gathered to another rank or not at all"
     assert equal and count > 20

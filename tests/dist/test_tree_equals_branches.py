@@ -1,7 +1,7 @@
 """A tree trains as its branches do one by one: logits, loss and every gradient, in every layout.
 
-Dense models run in float64 and agree to 1e-10 relative: nothing on either side is then computed in less, except
-the rotary table, which both sides share.
+Dense models run in float64 and agree to 1e-10 relative: nothing on either side is then computed in less,
+except the rotary table, which both sides share.
 """
 
 import dataclasses
@@ -49,7 +49,8 @@ def worst(world, size, *args, **kwargs):
     ranks = world(size, compare, *args, **kwargs)
     assert any(rank["stages"] for rank in ranks)
     return {
-        what: max((rank[what] for rank in ranks), key=lambda pair: pair[1]) for what in ("logits", "gradients", "loss")
+        what: max((rank[what] for rank in ranks), key=lambda pair: pair[1])
+        for what in ("logits", "gradients", "loss")
     }
 
 

@@ -2,7 +2,7 @@
 
 Both sides run the same schedule in the same process groups. The linear side is upstream's ordinary unpacked
 layout: [branches, S] tokens, sequential positions, a causal mask. The loss is a weighted sum of next-token
-negative log-likelihoods of every branch, all in the dtype of the model (Megatron's own cross entropy is fp32).
+negative log-likelihoods of every branch, in the dtype of the model (Megatron's own cross entropy is fp32).
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ import dataclasses
 import random
 
 import torch
+
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -27,7 +32,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.tree_metadata import TreeMetadata
-
 from tests.dist import small_gpt
 
 

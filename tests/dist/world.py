@@ -25,7 +25,7 @@ TIMEOUT = 180  # seconds for one case
 
 
 class World:
-    """``size`` ranks that run functions of test files; call it with a module-level function and its arguments."""
+    """``size`` ranks that run functions of test files: call it with a module-level function and arguments."""
 
     def __init__(self, size: int):
         self.size = size
@@ -36,8 +36,8 @@ class World:
         """Run ``fn(*args, **kwargs)`` on every rank; the results by rank. Arguments and results are pickled.
 
         Raises:
-            RuntimeError: a rank raised (with the ranks' tracebacks), died, or the case timed out. The world is
-                started anew for the next case.
+            RuntimeError: a rank raised (with the ranks' tracebacks), died, or the case timed out. The world
+                is started anew for the next case.
         """
         if not self._ranks:
             self._start()
@@ -92,7 +92,11 @@ class World:
 def _serve(rank: int, size: int, rendezvous: str, pipe) -> None:
     """One rank's life: set up gloo on CPU, then run what comes through the pipe."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
     )
     faulthandler.register(signal.SIGUSR1)
     import torch
@@ -132,11 +136,12 @@ def _load(path: str):
 
 
 @contextlib.contextmanager
-def parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None, cp: int = 1,
-             seed: int = 1234, **options: Any):
-    """Megatron's process groups and random states for one case. ``options`` go to initialize_model_parallel."""
+def parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None,
+             cp: int = 1, seed: int = 1234, **options: Any):
+    """Megatron's process groups and random states for a case; ``options`` go to initialize_model_parallel."""
     import torch
     import torch.distributed as dist
+
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
