@@ -59,7 +59,7 @@ class Recording:
         self.operation, self.rows = operation, []
 
     def add(self, case, metric, value, unit, reference=None, ratio=None, limit=None):
-        if ratio is None and isinstance(reference, int | float):
+        if ratio is None and isinstance(reference, int | float) and reference:
             ratio = value / reference
         row = dict(
             case=case, metric=metric, value=value, unit=unit, reference=reference, ratio=ratio, limit=limit

@@ -39,7 +39,7 @@ from megatron.core.optimizer.sparse_diff import attach  # noqa: E402
 from megatron.core.param_export import build_plan  # noqa: E402
 from megatron.core.param_export.publisher import Publisher  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.tree_training import TreeBatch, read_jsonl  # noqa: E402
+from megatron.core.tree_training import plan_micro_batches, read_jsonl  # noqa: E402
 from megatron.weight_sync import ModuleReceiver, Sender  # noqa: E402
 
 SMALL_LR = 1e-6
@@ -58,7 +58,7 @@ def arguments():
     )
     p.add_argument("--groups", type=int, default=16, help="problems per step")
     p.add_argument("--group-size", type=int, default=8, help="sampled answers per problem")
-    p.add_argument("--groups-per-batch", type=int, default=4, help="problems in one micro-batch")
+    p.add_argument("--max-tokens", type=int, default=640, help="packed tokens in one micro-batch")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--entropy-bonus", type=float, default=0.05)
     p.add_argument("--held-out", type=int, default=128, help="problems of the evaluation")
@@ -95,21 +95,6 @@ def share(value):
     return box[0]
 
 
-def micro_batches(trajectories, per_batch: int, device) -> tuple[list[TreeBatch], int]:
-    """This data-parallel rank's micro-batches, and how many trained tokens all ranks have together."""
-    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    mine = len(trajectories) // ranks
-    own = trajectories[rank * mine : (rank + 1) * mine]
-    batches = [
-        TreeBatch.from_trajectories(own[i : i + per_batch], pad_to_multiple_of=8, device=device)
-        for i in range(0, len(own), per_batch)
-    ]
-    trained = torch.tensor(sum(batch.num_loss_tokens for batch in batches), device=device)
-    if ranks > 1:
-        dist.all_reduce(trained, group=parallel_state.get_data_parallel_group())
-    return batches, int(trained)
-
-
 class Loop:
     """The policy, the rollout model on rank 0, and the stream of weights between them."""
 
@@ -126,6 +111,7 @@ class Loop:
             longest = max(len(t.tokens) for t in self.given)
             largest = max(int(max(t.tokens)) for t in self.given)
             vocabulary, positions = -(-(largest + 1) // (16 * args.tp)) * 16 * args.tp, longest
+        self.positions = positions
         self.policy = policy.Policy(shape, vocabulary, positions, args.lr, self.device)
         self.twin = twin.Twin(self.policy.core, shape, vocabulary, positions, self.device)
         engine = rollout.model(shape, vocabulary, positions, self.device if self.main else "meta")
@@ -174,10 +160,15 @@ class Loop:
                 max(self.worst_loss, loss),
                 max(self.worst_gradient, gradient),
             )
-        per_batch = self.args.groups_per_batch * self.args.group_size
-        batches, trained = micro_batches(trajectories, per_batch, self.device)
+        plan = plan_micro_batches(
+            trajectories,
+            max(self.args.max_tokens, -(-self.positions // 8) * 8),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            pad_to_multiple_of=8,
+        )
+        batches = list(plan.micro_batches(parallel_state.get_data_parallel_rank(), self.device))
         self.policy.set_lr(lr)
-        loss, drift = self.policy.step(batches, trained) or (0.0, 0.0)
+        loss, drift = self.policy.step(batches) or (0.0, 0.0)
         if parallel_state.get_tensor_model_parallel_rank() > 0:
             loss = 0.0  # each loss counts once in the sum over ranks
         entry = {
@@ -188,8 +179,8 @@ class Loop:
             "solved": solved,
             "loss": self.over_ranks(loss, dist.ReduceOp.SUM),
             "log_prob_drift": self.over_ranks(drift, dist.ReduceOp.MAX),
-            "tokens_linear": sum(batch.linear_tokens for batch in batches),
-            "tokens_packed": sum(batch.packed_tokens for batch in batches),
+            "tokens_linear": plan.tokens.linear,
+            "tokens_packed": plan.tokens.packed,
         }
         entry.update(self.sync())
         self.history.append(entry)

@@ -97,22 +97,18 @@ def policy_loss(values_T, batch: TreeBatch) -> torch.Tensor:
     return -(terms * batch.loss_mask_L).sum()
 
 
-def forward_backward(model, batches: list[TreeBatch], *, denominator: float, forward_only: bool = False):
+def forward_backward(model, batches: list[TreeBatch]):
     """Run micro-batches through the pipeline; gradients accumulate in ``model``.
 
     Args:
         model: a GPTModel stage, wrapped or not.
         batches: this data-parallel rank's micro-batches, the same number on every rank.
-        denominator: trained tokens of the whole step, over all micro-batches and data-parallel ranks.
 
     Returns:
         On the last stage ``(loss, worst)``: the loss summed over micro-batches, and the largest difference
         between the policy's and the rollout's log-probability of a trained token. None on other stages.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    # Schedules divide by the number of micro-batches, and DDP by the number of data-parallel ranks.
-    scale = len(batches) * parallel_state.get_data_parallel_world_size() / denominator
-
     def forward_step(iterator, stage):
         batch = next(iterator)
         logits = stage(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
@@ -121,8 +117,10 @@ def forward_backward(model, batches: list[TreeBatch], *, denominator: float, for
             values_T = log_probs(logits, batch, group)
             loss = policy_loss(values_T, batch)
             drift = (batch.unpack_linear(values_T.detach()) - batch.values_L["rollout_log_probs"]).abs()
-            worst = (drift * batch.loss_mask_L).max()
-            return loss * scale, {"loss": loss.detach() / denominator, "worst": worst}
+            worst = torch.cat([drift * batch.loss_mask_L, drift.new_zeros(1)]).max()  # a dummy has none
+            # The mean over the trained tokens of the whole step, however it was cut into micro-batches.
+            report = {"loss": loss.detach() / batch.totals.loss_tokens, "worst": worst}
+            return batch.averaged_loss(loss), report
 
         return logits, loss_function
 
@@ -133,7 +131,7 @@ def forward_backward(model, batches: list[TreeBatch], *, denominator: float, for
         num_microbatches=len(batches),
         seq_length=max(batch.padded_size for batch in batches),
         micro_batch_size=1,
-        forward_only=forward_only,
+        forward_only=False,
     )
     if not results:
         return None
@@ -173,10 +171,10 @@ class Policy:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-    def step(self, batches: list[TreeBatch], denominator: float):
+    def step(self, batches: list[TreeBatch]):
         """One optimizer step. Returns what :func:`forward_backward` does."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        result = forward_backward(self.ddp, batches, denominator=denominator)
+        result = forward_backward(self.ddp, batches)
         self.optimizer.step()
         return result

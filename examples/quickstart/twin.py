@@ -37,8 +37,7 @@ class Twin:
         for share in (True, False):
             self._refresh()
             batch = TreeBatch.from_trajectories(trajectories, share_prefixes=share, device=device)
-            count = batch.num_loss_tokens * parallel_state.get_data_parallel_world_size()
-            result = policy.forward_backward(self.model, [batch], denominator=count)
+            result = policy.forward_backward(self.model, [batch])
             loss = result[0] if result else 0.0
             results.append((loss, [p.grad.detach().clone() for p in self.model.parameters()]))
         (tree_loss, tree), (linear_loss, linear) = results

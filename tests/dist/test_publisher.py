@@ -43,7 +43,7 @@ def stream(groups, steps=30):
                 trajectories.append(Trajectory(tokens, [0] * 9 + [1] * 5, values))
             batch = TreeBatch.from_trajectories(trajectories, pad_to_multiple_of=4)
             trainer.set_lr(1e-3 if step < 5 else 1e-6)
-            trainer.step([batch], batch.num_loss_tokens)
+            trainer.step([batch])
             payload = publisher.publish()
             event, ack = "sent", None
             if main:

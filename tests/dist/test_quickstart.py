@@ -19,7 +19,7 @@ def quickstart(out, *options, ranks=1):
     if ranks > 1:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         launch += ["-m", "examples.quickstart"]
-    few = ["--steps=4", "--small-steps=2", "--groups=4", "--groups-per-batch=2", "--held-out=8"]
+    few = ["--steps=4", "--small-steps=2", "--groups=4", "--max-tokens=260", "--held-out=8"]
     done = subprocess.run(
         [*launch, *few, f"--out={out}", *options], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
