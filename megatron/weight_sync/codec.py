@@ -127,16 +127,18 @@ def check_index(index: torch.Tensor, numel: int) -> torch.Tensor:
 def gap_counts(indices: list[torch.Tensor]) -> list[tuple[int, int]]:
     """For each tensor's indices, how many gaps do not fit into 8 and into 16 bits; one synchronisation for
     all."""
-    device = indices[0].device
-    counts = torch.tensor([index.numel() for index in indices], device=device)
-    owner = torch.arange(len(indices), device=device).repeat_interleave(counts)
+    device, sizes = indices[0].device, [index.numel() for index in indices]
+    counts = torch.tensor(sizes, device=device)
+    owner = torch.arange(len(sizes), device=device).repeat_interleave(counts, output_size=sum(sizes))
     index = torch.cat(indices)
     gap = index.clone()
     gap[1:] -= torch.where(owner[1:] == owner[:-1], index[:-1] + 1, 0)
-    beyond = torch.zeros(2, len(indices), dtype=torch.int64, device=device)
-    for row, width in enumerate((8, 16)):
-        beyond[row].index_add_(0, owner, (gap >= (1 << width) - 1).to(torch.int64))
-    return list(zip(*beyond.tolist(), strict=True))
+    ends = counts.cumsum(0)
+    beyond = []
+    for width in (8, 16):
+        running = torch.nn.functional.pad((gap >= (1 << width) - 1).cumsum(0), (1, 0))
+        beyond.append(running[ends] - running[ends - counts])
+    return list(zip(*torch.stack(beyond).tolist(), strict=True))
 
 
 def plan_tensor(

@@ -96,20 +96,26 @@ def write(
             "data_offsets": [offset, end],
         }
         offset = end
-    data = torch.empty(offset, dtype=torch.uint8, device=device)
+    # Checksum and digest have fixed lengths: the header's size is known before they are.
+    meta = {**metadata, "checksum": "0" * 16, "digest": _ZEROS}
+    size = len(_header(meta, header))
+    out = torch.empty(size + offset, dtype=torch.uint8, device=device)
+    data = out[size:]
     for name in order:
         begin, end = header[name]["data_offsets"]
         data[begin:end].copy_(entries[name].detach().contiguous().reshape(-1).view(torch.uint8))
-    checksum = f"{int(word_sum(data)) % MODULUS:016x}"
-    meta = {**metadata, "checksum": checksum, "digest": _ZEROS}
-    text = json.dumps({"__metadata__": meta, **header}, separators=(",", ":"), ensure_ascii=True).encode()
+    meta["checksum"] = f"{int(word_sum(data)) % MODULUS:016x}"
+    meta["digest"] = hashlib.sha256(_header(meta, header)).hexdigest()
+    out[:size].copy_(torch.frombuffer(bytearray(_header(meta, header)), dtype=torch.uint8))
+    return out, meta["digest"]
+
+
+def _header(metadata: Mapping[str, str], entries: dict) -> bytes:
+    text = json.dumps(
+        {"__metadata__": metadata, **entries}, separators=(",", ":"), ensure_ascii=True
+    ).encode()
     text += b" " * (-len(text) % 8)
-    prefix = len(text).to_bytes(8, "little")
-    digest = hashlib.sha256(prefix + text).hexdigest()
-    at = _DIGEST.search(text).start(1)
-    text = text[:at] + digest.encode() + text[at + 64 :]
-    head = torch.frombuffer(bytearray(prefix + text), dtype=torch.uint8).to(device)
-    return torch.cat([head, data]), digest
+    return len(text).to_bytes(8, "little") + text
 
 
 def _no_duplicates(pairs):

@@ -488,8 +488,11 @@ class Update:
                 offsets = [0]
                 for change in part:
                     offsets.append(offsets[-1] + change.numel)
-                counts = torch.tensor([change.index.numel() for change in part], device=device)
-                shift = torch.tensor(offsets[:-1], device=device).repeat_interleave(counts)
+                sizes = [change.index.numel() for change in part]
+                counts = torch.tensor(sizes, device=device)
+                shift = torch.tensor(offsets[:-1], device=device).repeat_interleave(
+                    counts, output_size=sum(sizes)
+                )
                 index = torch.cat([change.index for change in part]) + shift
                 bits = torch.cat([bits_of(change.values) for change in part])
                 distance = torch.cat([change.distance for change in part]) if relative else None
@@ -512,9 +515,10 @@ def _parts(changes: list[_Change]) -> list[list[_Change]]:
 def _check(changes: list[_Change]) -> None:
     """Indices lie inside their tensors, and rise strictly or are sorted here; one device synchronisation."""
     device = changes[0].index.device
-    counts = torch.tensor([change.index.numel() for change in changes], device=device)
-    numel = torch.tensor([change.numel for change in changes], device=device).repeat_interleave(counts)
-    owner = torch.arange(len(changes), device=device).repeat_interleave(counts)
+    sizes = [change.index.numel() for change in changes]
+    counts, n = torch.tensor(sizes, device=device), sum(sizes)
+    numel = torch.tensor([c.numel for c in changes], device=device).repeat_interleave(counts, output_size=n)
+    owner = torch.arange(len(changes), device=device).repeat_interleave(counts, output_size=n)
     index = torch.cat([change.index for change in changes])
     outside = ((index < 0) | (index >= numel)).any()
     falls = ((index[1:] <= index[:-1]) & (owner[1:] == owner[:-1])).any()

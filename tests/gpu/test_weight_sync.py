@@ -1,0 +1,276 @@
+"""Weight sync on a GPU: the kernels against plain torch, payloads that never leave the device, CUDA IPC,
+NCCL."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def boxes():
+    from megatron.weight_sync import Box
+
+    r, c = 301, 77
+    return [
+        Box("w", (r * c,), 0, (1,), 0, (1,)),
+        Box("w", (30, c), 2 * c, (c, 1), c, (c, 1)),
+        Box("w", (r, 40), 0, (c, 1), 5, (c, 1)),
+        Box("w", (c, r), 0, (r, 1), 0, (1, c)),
+        Box("w", (3, 2, 5), 1, (30, 10, 2), 0, (13, 6, 1)),
+        Box("w", (2, 2, 2, 3), 0, (30, 12, 5, 1), 1, (40, 17, 7, 2)),
+        Box("w", (1,), 5, (1,), 9, (1,)),
+        Box("w", (r, 40), 0, (c, 1), 1 << 33, (1 << 32, 3)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8], ids=str)
+def test_fingerprints_equal_the_cpu(dtype):
+    from megatron.weight_sync import fingerprint, fingerprint_boxes, kernels
+
+    torch.manual_seed(1)
+    live = (torch.randn(301 * 77) * 9).to(dtype)
+    pieces = [(live, boxes())]
+    assert fingerprint_boxes([(live.cuda(), boxes())]) == fingerprint_boxes(pieces)
+    assert kernels.BoxSums([(live.cuda(), box) for box in boxes()])().shape == (8,)
+    tensors = {"a": live, "b": live[:5].clone(), "c": live[:0].clone(), "d": live[7]}
+    assert fingerprint({n: t.cuda() for n, t in tensors.items()}) == fingerprint(tensors)
+
+
+def test_fingerprint_beyond_2_31_elements():
+    """One nonzero byte far out: its place must count in full."""
+    from megatron.weight_sync import fingerprint
+    from megatron.weight_sync.fingerprints import MODULUS, C, G, name_id
+
+    def mix(z):
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % MODULUS
+        return z ^ (z >> 31)
+
+    tensor = torch.zeros((1 << 31) + 5000, dtype=torch.uint8, device="cuda")
+    empty = fingerprint({"w": tensor})["w"]
+    place = (1 << 31) + 4321
+    tensor[place] = 9
+    key = (name_id("w") + place * G) % MODULUS
+    expected = mix(key ^ (9 * C % MODULUS)) - mix(key)
+    assert (fingerprint({"w": tensor})["w"] - empty) % MODULUS == expected % MODULUS
+
+
+def test_checksum_equals_the_cpu():
+    from megatron.weight_sync.fingerprints import word_sum
+
+    data = torch.randint(0, 256, (1_000_003,), dtype=torch.uint8)
+    for n in (0, 1, 8, 9, 4096, 1_000_003):
+        assert int(word_sum(data[:n].cuda())) == int(word_sum(data[:n]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("relative", [False, True])
+def test_changes_into_live_weights(dtype, relative):
+    from megatron.weight_sync import codec, kernels
+    from megatron.weight_sync.fingerprints import bits_of
+
+    torch.manual_seed(2)
+    changes, check = [], []
+    for k, box in enumerate(boxes()):
+        live = (torch.randn(301 * 77) * 9).to(dtype).cuda()
+        top = 1 + box.full_offset + sum((n - 1) * s for n, s in zip(box.size, box.full_stride, strict=True))
+        index = torch.unique(torch.randint(0, top, (5000,), device="cuda"))
+        bits = torch.randint(-90, 90, index.shape, device="cuda").to(bits_of(live).dtype)
+        changes.append(kernels.Change(live, box, index + 1000 * k, bits, 1000 * k))
+        inside, position = box.map_to_local(index)
+        expected = live.clone()
+        flat = bits_of(expected)
+        flat[position] = codec.ulp_apply(flat[position], bits[inside]) if relative else bits[inside]
+        check.append((live, live.clone(), expected))
+    swap = kernels.Swap(changes, relative)
+    swap.store()
+    assert all(torch.equal(bits_of(live), bits_of(new)) for live, _, new in check)
+    swap.put_back()
+    assert all(torch.equal(bits_of(live), bits_of(old)) for live, old, _ in check)
+
+
+def model(seed, device="cuda"):
+    torch.manual_seed(seed)
+    inner = [torch.nn.Linear(65, 129), torch.nn.Linear(129, 65, bias=False), torch.nn.LayerNorm(65)]
+    return torch.nn.Sequential(*inner).to(device, torch.bfloat16)
+
+
+def step(tensors, density):
+    old = {n: t.clone() for n, t in tensors.items()}
+    for tensor in tensors.values():
+        hit = torch.rand(tensor.shape, device=tensor.device) < density
+        tensor[hit] = torch.randn(int(hit.sum()), device=tensor.device).to(tensor.dtype)
+    return old
+
+
+def fill(update, tensors, old):
+    from megatron.weight_sync import fingerprint
+    from megatron.weight_sync.fingerprints import bits_of
+
+    for name, tensor in tensors.items():
+        if update.dense:
+            update.add_dense(name, tensor)
+        else:
+            index = (bits_of(tensor) != bits_of(old[name])).view(-1).nonzero().view(-1)
+            values, before = tensor.view(-1)[index], old[name].view(-1)[index]
+            update.add_delta(name, index, values, tensor.shape, old=before, full=tensor)
+    return update.finish(fingerprint(tensors))
+
+
+@pytest.mark.parametrize("encodings", [("raw",), ("packed",), ("entropy",)], ids="+".join)
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_sync_on_the_device(encodings, where):
+    """Encode on the GPU, apply on the GPU or on the CPU: bit for bit, and the same bytes as the CPU makes."""
+    from megatron import weight_sync as ws
+
+    torch.manual_seed(3)
+    source, live = model(1), model(2, where)
+    tensors = dict(source.state_dict())
+    sender, receiver = ws.Sender("m", lineage=1, encodings=encodings), ws.ModuleReceiver(live)
+    twin = ws.Sender("m", lineage=1, encodings=encodings)
+    sender.register("r"), twin.register("r")
+    old = {}
+    for k in range(6):
+        if k:
+            old = step(tensors, [0.01, 0.3, 0.0, 0.9, 0.05][k - 1])
+        payload = fill(sender.begin(), tensors, old)
+        on_cpu = [{n: t.cpu() for n, t in group.items()} for group in (tensors, old)]
+        assert payload.to_bytes() == fill(twin.begin(), *on_cpu).to_bytes()
+        ack = receiver.apply(payload)
+        assert sender.acknowledge("r", ack) and twin.acknowledge("r", ack)
+        state = live.state_dict()
+        assert all(torch.equal(t.cpu(), state[n].cpu()) for n, t in tensors.items())
+
+
+def test_refused_update_is_taken_back_on_the_device():
+    from megatron import weight_sync as ws
+
+    source, live = model(1), model(2)
+    tensors = dict(source.state_dict())
+    sender, receiver = ws.Sender("m", lineage=1), ws.ModuleReceiver(live)
+    receiver.apply(fill(sender.begin(), tensors, {}))
+    before = {n: t.clone() for n, t in live.state_dict().items()}
+    old = step(tensors, 0.2)
+    update = sender.begin()
+    for name, tensor in tensors.items():
+        index = (tensor != old[name]).view(-1).nonzero().view(-1)
+        update.add_delta(name, index, tensor.view(-1)[index] + 1, tensor.shape)
+    with pytest.raises(ws.FingerprintMismatch):
+        receiver.apply(update.finish(ws.fingerprint(tensors)))
+    assert all(torch.equal(before[n], t) for n, t in live.state_dict().items())
+    assert receiver.status().version == 1
+
+
+RECEIVER = """
+import json, sys, torch
+import megatron.weight_sync as ws
+from megatron.weight_sync.transport.cuda_ipc import import_containers
+torch.manual_seed(2)
+live = torch.nn.Linear(65, 129).cuda().to(torch.bfloat16)
+receiver = ws.ModuleReceiver(live)
+for line in sys.stdin:
+    containers = import_containers(json.loads(line))
+    ack = receiver.apply(containers)
+    del containers
+    sums = ws.fingerprint(dict(live.state_dict()))
+    print(json.dumps([ack.version, ack.fingerprint, ws.total(sums)]), flush=True)
+"""
+
+
+def test_cuda_ipc_between_two_processes_on_one_gpu():
+    from megatron import weight_sync as ws
+    from megatron.weight_sync.transport.cuda_ipc import export_payload
+
+    tensors = {n: t.bfloat16() for n, t in torch.nn.Linear(65, 129).cuda().state_dict().items()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "build/tree")},
+    )
+    sender = ws.Sender("m", lineage=1, encodings=("packed",))
+    sender.register("r")
+    old = {}
+    for k in range(4):
+        if k:
+            old = step(tensors, 0.1)
+        payload = fill(sender.begin(), tensors, old)
+        handles = export_payload(payload)
+        process.stdin.write(json.dumps(handles) + "\n")
+        process.stdin.flush()
+        version, fingerprint, live = json.loads(process.stdout.readline())
+        assert version == k + 1 and fingerprint == live == ws.total(ws.fingerprint(tensors))
+        sender.acknowledge("r", ws.Ack("m", 1, version, fingerprint))
+    process.stdin.close()
+    assert process.wait(60) == 0
+
+
+NCCL = """
+import os, sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import megatron.weight_sync as ws
+from megatron.weight_sync.transport.collective import CollectiveReceiver, CollectiveTransport
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+torch.manual_seed(rank)
+module = torch.nn.Linear(65, 129).cuda().to(torch.bfloat16)
+if rank == 0:
+    transport = CollectiveTransport({"r": 1}, device="cuda")
+    sender = ws.Sender("m", encodings=("packed",))
+    sender.register("r")
+    tensors, old = dict(module.state_dict()), {}
+    def fill(update):
+        for name, tensor in tensors.items():
+            if update.dense:
+                update.add_dense(name, tensor)
+            else:
+                index = (tensor != old[name]).view(-1).nonzero().view(-1)
+                update.add_delta(name, index, tensor.view(-1)[index], tensor.shape)
+        return ws.fingerprint(tensors)
+    for k in range(3):
+        if k:
+            for name, tensor in tensors.items():
+                old[name] = tensor.clone()
+                tensor.view(-1)[k::7] += 1
+        assert ws.synchronise(sender, transport, fill).clear_bits
+    transport.close()
+    print("SYNCED", ws.total(ws.fingerprint(tensors)), flush=True)
+else:
+    receiver = ws.ModuleReceiver(module)
+    CollectiveReceiver(receiver, device="cuda").serve_forever()
+    assert receiver.version == 3
+    print("HELD", ws.total(ws.fingerprint(dict(module.state_dict()))), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_payloads_over_nccl(tmp_path):
+    script = tmp_path / "nccl.py"
+    script.write_text(NCCL)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    done = subprocess.run(
+        [*command, str(ROOT / "build/tree")], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("SYNCED", "HELD")))
+    assert said["SYNCED"] == said["HELD"]
