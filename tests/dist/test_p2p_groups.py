@@ -15,11 +15,15 @@ class Touched(AssertionError):
 
 @contextlib.contextmanager
 def world_untouched():
-    """Refuse point-to-point calls on WORLD; yields the calls made: (kind, peer, description of the group)."""
+    """Refuse point-to-point calls on WORLD; yields the calls made: (kind, peer, description of the group).
+
+    Every rank of the world enters and leaves. Work handles live until all have left: gloo drops a message
+    whose handle is gone, and the schedules let go of their last ones.
+    """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    calls, real = [], {}
+    calls, real, works = [], {}, []
 
     def guard(name):
         def call(tensor, peer=None, group=None, *args, **kwargs):
@@ -29,7 +33,8 @@ def world_untouched():
             if peer is None:  # a batched operation names its peer within the group
                 peer = dist.get_global_rank(group, kwargs.pop("group_dst", kwargs.pop("group_src", None)))
             calls.append((name, peer, group.group_desc))
-            return real[name](tensor, peer, group, *args, **kwargs)
+            works.append(real[name](tensor, peer, group, *args, **kwargs))
+            return works[-1]
 
         return call
 
@@ -40,6 +45,7 @@ def world_untouched():
             setattr(module, name, guarded)
     try:
         yield calls
+        dist.barrier()
     finally:
         for name, function in real.items():
             for module in (dist, c10d):
