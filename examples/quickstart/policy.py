@@ -109,6 +109,7 @@ def forward_backward(model, batches: list[TreeBatch]):
         between the policy's and the rollout's log-probability of a trained token. None on other stages.
     """
     group = parallel_state.get_tensor_model_parallel_group()
+
     def forward_step(iterator, stage):
         batch = next(iterator)
         logits = stage(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)

@@ -1,4 +1,4 @@
-"""Lossless weight synchronisation from a trainer to rollout engines (torch and safetensors only).
+"""Lossless weight synchronisation from a trainer to rollout engines; imports nothing of megatron.core.
 
 The trainer's side is :class:`Sender`, the rollout side :class:`ModuleReceiver`; both sides compare
 :func:`fingerprint`. FORMAT.md describes the bytes.

@@ -54,13 +54,15 @@ class Box:
             index: int64 [n], flat indices into the local tensor.
 
         Returns:
-            ``(inside, mapped)``: bool [n], which of ``index`` lie in this box, and int64 [inside.sum()], where.
+            ``(inside, mapped)``: bool [n], which of ``index`` lie in this box; int64 [inside.sum()], where.
         """
-        return _map(index, self.size, self.local_offset, self.local_stride, self.full_offset, self.full_stride)
+        local, full = (self.local_offset, self.local_stride), (self.full_offset, self.full_stride)
+        return _map(index, self.size, *local, *full)
 
     def map_to_local(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The inverse of :meth:`map_to_full`."""
-        return _map(index, self.size, self.full_offset, self.full_stride, self.local_offset, self.local_stride)
+        local, full = (self.local_offset, self.local_stride), (self.full_offset, self.full_stride)
+        return _map(index, self.size, *full, *local)
 
 
 def _map(index, size, offset, stride, to_offset, to_stride):

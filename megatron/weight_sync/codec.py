@@ -7,8 +7,7 @@ costs no more than one of few large ones, and every step below is one pass over 
 ``raw``      index (int32, or int64 where the group has 2**31 elements or more) and value
 ``packed``   the gaps between indices in a ladder of widths, and value
 ``entropy``  the same gaps, and either the distance in units in the last place from the old value or the new
-value,
-             split into byte planes and compressed with zstandard
+             value, split into byte planes and compressed with zstandard
 
 A *ladder* codes unsigned integers: each goes into the first level if it is smaller than that level's largest
 number; otherwise that largest number stands there, and the integer goes on to the next level.

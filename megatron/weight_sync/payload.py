@@ -45,8 +45,7 @@ class Record:
     """One tensor in a bucket.
 
     Either ``bits`` of the whole tensor and no ``index``, or ``index`` int64 [n] and ``bits`` [n] of the
-    changes. With
-    ``relative``, ``bits`` are distances in units in the last place from the receiver's values.
+    changes. With ``relative``, ``bits`` are distances in units in the last place from the receiver's values.
     """
 
     name: str

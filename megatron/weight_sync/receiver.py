@@ -123,7 +123,7 @@ class Receiver:
 
     Args:
         targets: name → :class:`Target`, for every name a payload may use.
-        storages: names that must all be covered by a dense sync, as groups: names of one group share storage
+        groups: names that must all be covered by a dense sync, as groups: names of one group share storage
             (tied weights), and one of them is enough. By default every name is a group of its own.
         peers: the ranks that hold one sharded model together; None when this process holds full tensors. All
             of them apply a payload, or none does.
@@ -272,8 +272,7 @@ class Receiver:
             if stale or (same and not self.poisoned):
                 raise RepeatedVersion(
                     f"dense payload is version {manifest.version} of lineage {manifest.lineage}, "
-                    "this receiver "
-                    f"holds {held} of {lineage}"
+                    f"this receiver holds {held} of {lineage}"
                 )
             return
         first, last = manifest.base
@@ -416,8 +415,7 @@ class Receiver:
                 self.poisoned = True
                 return ReceiverPoisoned(
                     f"the weights had drifted from version {self.version} before this update: "
-                    f"{drifted[:10]}; "
-                    "dense sync needed"
+                    f"{drifted[:10]}; dense sync needed"
                 )
         return FingerprintMismatch(text, wrong)
 

@@ -64,9 +64,9 @@ class Sender:
             By default the clock, in nanoseconds.
         bucket_bytes: a container is closed once it holds this much.
         encodings: sparse encodings that may be used; per tensor the smallest wins, and dense if that is
-        smaller. exact_base: deltas come from comparing with the weights at ``since`` and not from accumulated
-        bits, so they
-            fit that one version only.
+            smaller.
+        exact_base: deltas come from comparing with the weights at ``since`` and not from accumulated bits,
+            so they fit that one version only.
         max_behind: a receiver that many versions behind is given up and needs a dense sync, so that change
             bits can be cleared. None: never.
     """
@@ -89,17 +89,15 @@ class Sender:
         self.model_id = model_id
         self.lineage = time.time_ns() if lineage is None else lineage
         self.version = 0
-        self.since: int | None = (
-            None  # change bits cover everything since this version; None: nothing is known
-        )
+        # Change bits cover everything since this version; None: nothing is known.
+        self.since: int | None = None
         self.bucket_bytes = bucket_bytes
         self.encodings = encodings
         self.exact_base = exact_base
         self.max_behind = max_behind
         self.table: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._published: dict[
-            int, int
-        ] = {}  # version -> total fingerprint, of versions that a receiver may hold
+        # version -> total fingerprint, of versions that a receiver may hold
+        self._published: dict[int, int] = {}
         self._held: dict[str, int | None] = {}  # receiver -> version, None when it needs a dense sync
         self._poisoned: set[str] = set()
         self._open: Update | None = None

@@ -1,11 +1,13 @@
 """Parameter export: sharded Megatron parameters as full tensors under Hugging Face names.
 
-plan = build_plan(model_chunks, hf_config)     # collective
-plan.prove()                                   # collective; raises LayoutError alike on every rank
-for name, tensor in export(plan):              # full tensors, bucket by bucket
-    ...
-for name, index, value in export_changed(plan, changed):   # only what changed
-    ...
+    plan = build_plan(model_chunks, hf_config)     # collective
+    plan.prove()                                   # collective; raises LayoutError alike on every rank
+    for name, tensor in export(plan):              # full tensors, bucket by bucket
+        ...
+    for name, index, value in export_changed(plan, changed):   # only what changed
+        ...
+
+`publisher.Publisher` joins a plan, a sparse diff and a weight-sync sender.
 """
 
 from megatron.core.param_export.changed import export_changed

@@ -3,12 +3,10 @@
 Backend (vLLM with ``vllm.distributed.weight_transfer``): installed as a plugin by this package's entry point,
 or by calling :func:`register` in every worker. Start vLLM with
 ``WeightTransferConfig(backend="megatron_weight_sync")``, and give ``EngineTransport`` a ``send`` that calls
-``start_weight_update``, ``update_weights(encode(named))`` and
-``finish_weight_update``.
+``start_weight_update``, ``update_weights(encode(named))`` and ``finish_weight_update``.
 
 Extension: ``worker_extension_cls="megatron.weight_sync.engines.vllm.WorkerExtension"``, and a ``send`` that
-calls
-``collective_rpc("weight_sync_call", args=(encode(named),))``.
+calls ``collective_rpc("weight_sync_call", args=(encode(named),))``.
 
 Written against vLLM 0.33.
 """

@@ -1,2 +1,1 @@
-"""Ways for payloads to travel: a torch.distributed group, a directory or object store, CUDA IPC on one
-GPU."""
+"""Ways for payloads to travel: a torch.distributed group, a directory or object store, CUDA IPC."""

@@ -163,13 +163,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _supports(name: str, case: TreeAttentionCase) -> str | None:
-    try:
-        module = _module(name)
-    except ModuleNotFoundError as error:
-        if error.name != f"{__package__}.{name}":
-            raise
-        return "this build does not contain it"
-    return module.supports(case)
+    return _module(name).supports(case)
 
 
 def _listed(reasons: dict[str, str | None]) -> str:

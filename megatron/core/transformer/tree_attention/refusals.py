@@ -18,16 +18,19 @@ if TYPE_CHECKING:
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+_LINEAR = "train this model on linear micro-batches"
+_REFUSED_SYMBOLS = {"M": "Mamba", "G": "gated delta net", "D": "DSA"}  # of hybrid_layer_pattern
+
 _checked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def refuse_unsupported_model(
     model: nn.Module, packed_seq_params: PackedSeqParams | None, inference_context=None
 ) -> None:
-    """Called by every model's forward: raises if some part of the model cannot honour the pack's tree.
+    """Called by the forward of GPTModel and HybridModel: may every part of the model see the pack's tree?
 
     Raises:
-        TreeUnsupportedError: see the module's text.
+        TreeUnsupportedError: some part would ignore the tree, or compute it wrongly.
     """
     if getattr(packed_seq_params, "tree_metadata", None) is None:
         return
@@ -87,10 +90,6 @@ def is_te_attention(module: nn.Module) -> bool:
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 
     return HAVE_TE and isinstance(module, TEDotProductAttention)
-
-
-_LINEAR = "train this model on linear micro-batches"
-_REFUSED_SYMBOLS = {"M": "Mamba", "G": "gated delta net", "D": "DSA"}
 
 
 def _unsupported(cause: str, way_out: str) -> TreeUnsupportedError:

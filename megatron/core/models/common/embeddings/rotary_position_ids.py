@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings of explicit position ids: one table row per token.
 
 Megatron-Core derives rotary positions from where a token stands: from its index in the sequence (batch
