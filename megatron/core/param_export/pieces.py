@@ -8,7 +8,6 @@ inside Hugging Face tensors.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -148,7 +147,3 @@ def grouped_query(
 def _piece(place, role, shape, start, local_offset, loops) -> Piece:
     loops = tuple(loop for loop in loops if loop.size != 1) or (Loop(1, 1, R),)
     return Piece(role, place.scope, place.layer, place.expert, shape, start, local_offset, loops)
-
-
-def numel(piece: Piece) -> int:
-    return math.prod(loop.size for loop in piece.loops)

@@ -32,12 +32,6 @@ def pack(changed: torch.Tensor) -> torch.Tensor:
     return (changed.view(torch.int64) * _SPREAD).bitwise_right_shift(56).to(torch.uint8)
 
 
-def capture(model: torch.Tensor, main: torch.Tensor, words: torch.Tensor) -> None:
-    from .kernels import capture  # Triton, which a CPU installation need not have
-
-    capture(model, main, words)
-
-
 def expand(
     masks: Sequence["Bitmask"],
     models: Sequence[torch.Tensor],
@@ -90,9 +84,6 @@ class Bitmask:
     def zero_(self) -> None:
         self.words.zero_()
 
-    def count(self) -> int:
-        return self.indices().numel()
-
     def indices(self) -> torch.Tensor:
         """Set positions, ascending, int64 [count]."""
         occupied = self.bytes.nonzero().view(-1)
@@ -106,6 +97,8 @@ class Bitmask:
         Both are flat, of `numel` elements; the conversion of types is that of ``copy_``. On CUDA one kernel.
         """
         if target.device.type == "cuda" and target.element_size() == 2:
+            from .kernels import capture  # Triton, which a CPU installation need not have
+
             capture(target, source.to(target.device, non_blocking=True), self.words)
             return
         for start in range(0, self.numel, _CHUNK):
