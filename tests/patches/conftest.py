@@ -15,14 +15,8 @@ from pathlib import Path
 import pytest
 
 from patchset import ROOT, backend, upstream
-from tests.patches.miniature import Miniature
-
-GIT = {
-    "GIT_CONFIG_GLOBAL": os.devnull,
-    "GIT_CONFIG_NOSYSTEM": "1",
-    **{f"GIT_{who}_{key}": "a@b.invalid" for who in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")},
-}
-
+from tests.patches.fork import Fork, only
+from tests.patches.miniature import GIT, Miniature
 
 # One call of the build backend, in a checkout.
 HOOK = "import sys; sys.path.insert(0, '.'); from patchset import backend; print(backend.{})"
@@ -113,6 +107,21 @@ def wheel_files(wheel):
 
 @pytest.fixture
 def mini(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("GIT_")]:
-        monkeypatch.delenv(name)
+    only({}, monkeypatch)
     return Miniature(tmp_path / "mini", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def first_fork(tmp_path_factory):
+    place = tmp_path_factory.mktemp("fork")
+    Fork.make(place)
+    return place
+
+
+@pytest.fixture
+def fork(first_fork, tmp_path, monkeypatch):
+    """A copy for one test; its remotes are relative paths."""
+    only(GIT, monkeypatch)
+    shutil.copytree(first_fork, tmp_path / "fork", symlinks=True)
+    monkeypatch.setenv("MEGATRON_CORE_SDIST", str(tmp_path / "fork/work/dist/megatron_core-0.1.0.tar.gz"))
+    return Fork(tmp_path / "fork")

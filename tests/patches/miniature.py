@@ -2,10 +2,17 @@
 
 import hashlib
 import io
+import os
 import tarfile
 from pathlib import Path
 
 from patchset import replay, tree
+
+GIT = {
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    **{f"GIT_{who}_{key}": "a@b.invalid" for who in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")},
+}
 
 UPSTREAM = {
     "pyproject.toml": "[project]\nname = 'mini'\n",
