@@ -5,7 +5,6 @@ import torch
 
 from megatron.core.transformer.tree_attention import TreeUnsupportedError, flash, tree_attention
 from megatron.core.transformer.tree_attention.case import TreeAttentionCase
-from megatron.core.transformer.tree_attention.intervals import block_lists
 from megatron.core.transformer.tree_metadata import TreeMetadata
 from tests.cpu.test_tree_attention_backends import OPTIONS, tensors
 from tests.cpu.test_tree_metadata import random_tree
@@ -95,20 +94,3 @@ def test_which_flash_attn_is_taken(monkeypatch, installed, reason):
     flash._package.cache_clear()
     assert flash.supports(on_gpu()) == reason
     flash._package.cache_clear()
-
-
-@pytest.mark.parametrize("head", [64, 96, 128, 192, 256])
-def test_all_partial_lists_visit_the_same_blocks(head):
-    metadata = TreeMetadata.from_nodes(*TREES["random"], padded_to=5)
-    for size in flash.block_sizes(head):
-        for transposed in (False, True):
-            lists = block_lists(metadata, *size, transposed=transposed)
-            union = lists.all_partial()
-            assert union.full_count.sum() == 0
-            assert torch.equal(union.partial_count, lists.partial_count + lists.full_count)
-            for row in range(len(union.partial_count)):
-                expected = sorted(
-                    lists.partial_index[row, : lists.partial_count[row]].tolist()
-                    + lists.full_index[row, : lists.full_count[row]].tolist()
-                )
-                assert union.partial_index[row, : union.partial_count[row]].tolist() == expected

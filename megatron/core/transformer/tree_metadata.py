@@ -270,6 +270,10 @@ def _abbreviated(values: list[int]) -> str:
 
 def _subtree_end(metadata: TreeMetadata) -> torch.Tensor:
     """Last descendant of every node by pointer doubling: log2(N) steps on the device, nothing read back."""
+    if metadata.device.type == "cuda":  # the same in two launches
+        from megatron.core.transformer.tree_attention import interval_kernels
+
+        return interval_kernels.subtree_end(metadata)
     import torch
 
     count = metadata.cu_node_lens.numel() - 1
@@ -277,7 +281,8 @@ def _subtree_end(metadata: TreeMetadata) -> torch.Tensor:
     # Slot `count` is a sink above all roots; the padding node, if any, hangs there too.
     above = torch.full((count + 1,), count, dtype=torch.int64, device=device)
     parents = metadata.node_parent.long()
-    above[: metadata.num_nodes] = torch.where(parents < 0, count, parents)
+    # masked_fill takes its number as an argument; torch.where would copy it to the device, and wait.
+    above[: metadata.num_nodes] = parents.masked_fill(parents < 0, count)
     last = torch.arange(count + 1, device=device)
     for _ in range(max(count - 1, 0).bit_length()):
         last = last.scatter_reduce(0, above, last, "amax")

@@ -114,9 +114,7 @@ def _lists(metadata: TreeMetadata, head_size: int, window: int | None, determini
     (fwd_q, fwd_k), (bwd_q, bwd_k) = block_sizes(head_size)
 
     def four(q_block, k_block, transposed):
-        found = block_lists(metadata, q_block, k_block, transposed=transposed)
-        if window is not None:  # the mask must be evaluated everywhere
-            found = found.all_partial()
+        found = block_lists(metadata, q_block, k_block, transposed=transposed, window=window)
         return tuple(part[None, None] for part in _fields(found))
 
     forward = BlockSparseTensorsTorch(*four(fwd_q, fwd_k, False), block_size=(fwd_q, fwd_k))
