@@ -48,6 +48,27 @@ def milliseconds(run, repeats=10, warmup=3):
     return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(marks))
 
 
+def installed_versions():
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "triton", "megatron-core", "transformer-engine", "flash-attn-4", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def free_path(results, gpu, fork_version, operation):
+    """Where the next result of an operation goes: never over an earlier one."""
+    folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / fork_version
+    folder.mkdir(parents=True, exist_ok=True)
+    number, path = 1, folder / f"{operation}.json"
+    while path.exists():
+        number += 1
+        path = folder / f"{operation}-{number}.json"
+    return path
+
+
 class Recording:
     """Rows {case, metric, value, unit, reference, ratio, limit}, printed as they come and written at the end.
 
@@ -69,21 +90,10 @@ class Recording:
 
     def write(self):
         """Never over an earlier result: a new run of the same version gets a number."""
-        versions = {"python": platform.python_version()}
-        for name in ("torch", "triton", "megatron-core", "transformer-engine", "flash-attn-4", "numpy"):
-            try:
-                versions[name] = version(name)
-            except PackageNotFoundError:
-                continue
-        gpu = device_name()
+        versions, gpu = installed_versions(), device_name()
         import megatron.core
 
-        folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / megatron.core.__version__
-        folder.mkdir(parents=True, exist_ok=True)
-        number, path = 1, folder / f"{self.operation}.json"
-        while path.exists():
-            number += 1
-            path = folder / f"{self.operation}-{number}.json"
+        path = free_path(RESULTS, gpu, megatron.core.__version__, self.operation)
         command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         head = dict(gpu=gpu, versions=versions, command=command, date=date)

@@ -359,6 +359,14 @@ def test_hashes_are_those_that_git_gives():
         assert facts.digest(repo.blobs("HEAD", *paths)) == evidence.sha256(listed.decode())
 
 
+def test_every_field_is_documented():
+    text = (ROOT / "patchset/EVIDENCE.md").read_text()
+    for field in (*evidence.SHAPE, *evidence.FACTS, *evidence.DONE, *facts.GPU_RECORD):
+        assert f"`{field}`" in text, field
+    assert f"`{evidence.STATEMENT}`" in text and f"`{evidence.PREDICATE}`" in text
+    assert all(f"`{command}`" in text for command in evidence.COMMANDS)
+
+
 def test_source_of_files_and_of_their_commit(fork, tmp_path):
     repo = Repository(fork.work)
     found = facts.of(repo, "HEAD")["source"]

@@ -1,13 +1,14 @@
 """The gate, on real repositories: what passes, and which check refuses what."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from patchset import evidence, tags
+from patchset import ROOT, evidence, tags
 from patchset.gate import Gate
 from tests.patches.conftest import run
 from tests.patches.fork import DAY, FIRST, SECOND, SUBMODULE, outcomes
@@ -49,8 +50,8 @@ def test_happy_path(fork):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_command_line_from_any_directory(fork, tmp_path, inside):
-    """Run by its path in the submodule; inside a git hook, too, which sets GIT_DIR."""
-    command = [sys.executable, fork.submodule / "patchset", "gate", "--submodule", SUBMODULE]
+    """By its path in the submodule, on the bare standard library; also in a hook, which sets GIT_DIR."""
+    command = [sys.executable, "-S", fork.submodule / "patchset", "gate", "--submodule", SUBMODULE]
     where, env = (fork.submodule / "patches", {"GIT_DIR": "/nowhere"}) if inside else (tmp_path, {})
     done = run(*command, "--downstream", fork.downstream, cwd=where, **env)
     lines = done.stdout.splitlines()
@@ -58,6 +59,13 @@ def test_command_line_from_any_directory(fork, tmp_path, inside):
     assert lines[3] == f"ok    tag: {SECOND}"
     assert lines[-1] == "the pin may be used"
     assert not (fork.submodule / "build").exists()
+
+
+def test_command_line_of_the_readme(fork):
+    """The same for hands and for CI."""
+    found = re.findall(r"python (third_party/megatron/patchset gate .*)", (ROOT / "README.md").read_text())
+    assert len(found) == 2 and found[0] == found[1]
+    run(sys.executable, *found[0].split(), cwd=fork.downstream)
 
 
 def test_command_line_refuses_with_the_name_of_the_check(fork):
