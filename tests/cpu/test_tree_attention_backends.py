@@ -207,6 +207,19 @@ def test_sink_of_the_wrong_shape():
         tree_attention(q, k, v, metadata, sink=torch.zeros(3))
 
 
+def test_options_and_devices_that_do_not_fit():
+    metadata = TreeMetadata.from_nodes([-1, 0], [3, 4])
+    q, k, v, _ = tensors(0, 7)
+    for window in (-1, 1.5, (3, 0)):
+        with pytest.raises(ValueError, match=r"window: expected an int >= 0, or None for no limit, got "):
+            tree_attention(q, k, v, metadata, window=window)
+    for softcap in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"softcap: expected a positive number, or None for no cap"):
+            tree_attention(q, k, v, metadata, softcap=softcap)
+    with pytest.raises(ValueError, match=r"k, v: expected device cpu of q, got cpu, meta"):
+        tree_attention(q, k, v.to("meta"), metadata)
+
+
 def test_integers_are_refused_by_the_reference():
     with pytest.raises(
         TreeUnsupportedError, match=r"it computes float64, float32, bfloat16, float16, not torch.int64"

@@ -138,6 +138,11 @@ def test_pack_values_inverts_unpack():
         ValueError, match=r"trajectories 0 and 1 share the token at position 2, .* there are 0.0 and 5.0"
     ):
         batch.pack_values(values)
+    holes = [torch.full((6,), float("nan")), torch.full((5,), float("nan")), torch.zeros(2)]
+    with pytest.raises(ValueError, match=r"0 and 2 share the token at position 0, .* nan and 0.0"):
+        batch.pack_values(holes)
+    holes[2] += float("nan")  # no value, on all of them alike
+    assert batch.pack_values(holes).isnan().tolist() == [True] * 7 + [False]
     with pytest.raises(ValueError, match=r"values for 13 linear tokens, got \(11,\)"):
         batch.pack_values(values[:2])
     assert made([], pad_to_multiple_of=4).pack_values([]).tolist() == [0] * 4
@@ -212,6 +217,9 @@ REFUSED = {
     "floats": (dict(tokens=[1.0, 2.0, 3.0]), r"tokens must be integers, got float64"),
     "empty": (dict(tokens=np.zeros(0, int), loss_mask=[]), r"tokens must not be empty"),
     "two dimensions": (dict(tokens=[[1, 2, 3]]), r"tokens must have one dimension, got shape \(1, 3\)"),
+    "None in values": (dict(values={"a": [0.0, None, 1.0]}), r"values\['a'\] is no array of numbers: "),
+    "no values": (dict(values={"a": None}), r"values\['a'\] is no array of numbers: "),
+    "ragged": (dict(tokens=[[1], [2, 3]]), r"tokens is no array of numbers: "),
     "NaN": (dict(values={"a": [0.0, 1.0, float("nan")]}), r"values\['a'\] is NaN at position 2"),
     "NaN row": (dict(values={"a": np.full((3, 2), np.nan)}), r"values\['a'\] is NaN at position 0"),
     "value rows": (

@@ -237,11 +237,23 @@ def test_validate_accepts_what_from_nodes_builds_and_returns_it():
             r"padded_size: expected a multiple of 1 that holds 9 tokens, got 8",
         ),
         (dict(parents=[], lengths=[]), r"padded_size: expected at least one token, got an empty pack"),
+        (dict(parents=[-1], lengths=[2.5]), r"lengths: expected integers, got \[2.5\]"),
+        (dict(parents=[None], lengths=[2]), r"parents: expected integers, got \[None\]"),
     ],
 )
 def test_from_nodes_refuses(kwargs, message):
     with pytest.raises(ValueError, match=message):
         TreeMetadata.from_nodes(**kwargs)
+
+
+def test_from_nodes_takes_arrays_and_tensors():
+    import numpy as np
+
+    wanted = TreeMetadata.from_nodes([-1, 0, 0], [2, 1, 3])
+    for convert in (np.array, torch.tensor, lambda v: [np.int32(x) for x in v]):
+        made = TreeMetadata.from_nodes(convert([-1, 0, 0]), convert([2, 1, 3]))
+        assert made.tree_position_ids.equal(wanted.tree_position_ids)
+        assert (type(made.padded_size), type(made.max_position)) == (int, int)
 
 
 def test_module_does_not_import_torch_by_itself():

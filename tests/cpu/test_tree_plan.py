@@ -197,6 +197,9 @@ def test_loss_scales():
     assert batch.summed_loss(loss, per="trajectory")[1].item() == batch.num_trajectories
     with pytest.raises(ValueError, match="per must be 'token' or 'trajectory', got 'sequence'"):
         batch.averaged_loss(loss, per="sequence")
+    for scale in (batch.averaged_loss, batch.summed_loss):  # what sum() makes of a dummy's empty list
+        with pytest.raises(TypeError, match=r"got int\. A plan's dummy .* loss from unpack_linear"):
+            scale(sum([]))
 
 
 def test_refusals():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class TreeMetadata:
         """Describe nodes given in depth-first preorder.
 
         Args:
-            parents: N parent indices, -1 for a root.
+            parents: N parent indices, -1 for a root; a list, an array or a tensor, as are lengths.
             lengths: N token counts, each at least 1.
             padded_to: pad the pack with one trailing root so that T is a multiple of this.
             padded_size: pad to exactly this T instead (also the way to make an all-padding pack: no nodes).
@@ -75,6 +76,8 @@ class TreeMetadata:
         """
         import torch
 
+        # NumPy's and torch's integers become Python's: sizes and positions must be known on the host.
+        parents, lengths = _integers(parents, "parents"), _integers(lengths, "lengths")
         if len(parents) != len(lengths):
             raise ValueError(f"lengths: expected one per parent, {len(parents)}, got {len(lengths)}")
         if padded_to < 1:
@@ -255,6 +258,14 @@ class TreeMetadata:
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_cache": {}}
+
+
+def _integers(values: Any, name: str) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    try:
+        return [index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name}: expected integers, got {_abbreviated(values)}") from None
 
 
 def _check_tensor(tensor: torch.Tensor, name: str, dtype: str) -> None:

@@ -210,6 +210,7 @@ class TreeBatch:
             For a loss function that returns (loss, report), with calculate_per_token_loss off.
         """
         count = self.totals.trajectories if _per_trajectory(per) else self.totals.loss_tokens
+        _require_tensor(loss_sum)
         return loss_sum * (self.totals.num_microbatches * self.totals.data_parallel_size / max(count, 1))
 
     def summed_loss(self, loss_sum, per="token"):
@@ -220,6 +221,7 @@ class TreeBatch:
         `count` is int32 on the loss's device.
         """
         count = self.num_trajectories if _per_trajectory(per) else self.num_loss_tokens
+        _require_tensor(loss_sum)
         return loss_sum, torch.tensor(count, dtype=torch.int32, device=loss_sum.device)
 
     @property
@@ -324,7 +326,7 @@ class TreeBatch:
             raise ValueError(f"expected values for {self.linear_tokens} linear tokens, got {got}")
         packed_T = values_L.new_zeros(self.padded_size, *values_L.shape[1:])
         packed_T = packed_T.index_copy(0, self.index_L, values_L)
-        differs_L = packed_T[self.index_L] != values_L
+        differs_L = _differs(packed_T[self.index_L], values_L)
         if differs_L.any():
             differs_L = differs_L.flatten(1).any(1) if differs_L.dim() > 1 else differs_L
             raise ValueError(self._disagreement(int(differs_L.int().argmax()), values_L))
@@ -333,7 +335,7 @@ class TreeBatch:
     def _disagreement(self, linear, values_L):
         bounds = np.cumsum([0, *self.lengths])
         places = (self.index_L == self.index_L[linear]).nonzero()[:, 0].tolist()
-        other = next(p for p in places if not torch.equal(values_L[p], values_L[linear]))
+        other = next(p for p in places if _differs(values_L[p], values_L[linear]).any())
         one, two = sorted((linear, other))
         first, second = (int(np.searchsorted(bounds, p, side="right")) - 1 for p in (one, two))
         return (
@@ -353,6 +355,20 @@ class TreeBatch:
         keep = {"packed_seq_params": params, "trajectory_values": self.trajectory_values}
         return type(self)(
             **{f.name: keep[f.name] if f.name in keep else move(getattr(self, f.name)) for f in fields(self)}
+        )
+
+
+def _differs(a, b):
+    """Elementwise; NaN equals NaN."""
+    return (a != b) & ~((a != a) & (b != b))
+
+
+def _require_tensor(loss_sum):
+    if not isinstance(loss_sum, torch.Tensor):
+        raise TypeError(
+            f"loss_sum: expected a tensor that depends on the logits, got {type(loss_sum).__name__}. A "
+            "plan's dummy micro-batch has no trajectories; the sum of an empty list is no tensor: form the "
+            "loss from unpack_linear, values_L and loss_mask_L"
         )
 
 

@@ -107,6 +107,7 @@ def plan_micro_batches(
         max_tokens: budget for a micro-batch, padding included.
         data_parallel_size: ranks to deal to; each gets equally many micro-batches and about equal work. Where
             there are too few, dummies fill up: no trajectory, padding only, exactly no gradient, but counted.
+            `unpack` of a dummy is an empty list; a loss formed from `unpack_linear` needs no special case.
         max_trajectories: most trajectories in a micro-batch, if there is a limit.
         pad_to_multiple_of, share_prefixes, vocab_size: as in TreeBatch.from_trajectories.
         micro_batch_multiple: the number of micro-batches on a rank becomes a multiple of it (interleaved

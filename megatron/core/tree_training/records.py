@@ -95,9 +95,9 @@ def read_jsonl(path, response_values=RESPONSE_VALUES):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.strip())
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+                raise ValueError(f"{path}, line {number}, column {error.colno}: {error.msg}") from error
             if not isinstance(record, dict):
                 raise ValueError(
                     f"{path}, line {number}: expected a JSON object, got {type(record).__name__}"

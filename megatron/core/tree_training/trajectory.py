@@ -66,7 +66,13 @@ def check(number, trajectory, vocab_size=None):
     def refuse(problem):
         raise ValueError(f"trajectory {number}: {problem}")
 
-    tokens = _array(trajectory.tokens)
+    def read(convert, name, value):
+        try:
+            return convert(value)
+        except (TypeError, ValueError) as error:  # a ragged list, None, text
+            refuse(f"{name} is no array of numbers: {error}")
+
+    tokens = read(_array, "tokens", trajectory.tokens)
     if tokens.ndim != 1:
         refuse(f"tokens must have one dimension, got shape {tokens.shape}")
     if tokens.size == 0:
@@ -81,7 +87,7 @@ def check(number, trajectory, vocab_size=None):
         where = int((tokens == wrong).argmax())
         refuse(f"tokens must lie in [0, {limit}), got {wrong} at position {where}")
 
-    mask = _array(trajectory.loss_mask)
+    mask = read(_array, "loss_mask", trajectory.loss_mask)
     if mask.shape != (length,):
         refuse(f"loss_mask must have shape ({length},) like tokens, got {mask.shape}")
     if not ((mask == 0) | (mask == 1)).all():
@@ -92,7 +98,7 @@ def check(number, trajectory, vocab_size=None):
 
     values = {}
     for name, value in trajectory.values.items():
-        value = _tensor(value)
+        value = read(_tensor, f"values[{name!r}]", value)
         if value.dim() == 0 or value.shape[0] != length:
             refuse(f"values[{name!r}] must have {length} rows like tokens, got shape {tuple(value.shape)}")
         if value.is_floating_point() or value.is_complex():

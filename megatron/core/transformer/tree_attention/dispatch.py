@@ -60,6 +60,10 @@ def tree_attention(
         TreeUnsupportedError: the backend, or with ``auto`` every backend, cannot serve this case.
     """
     _check(q, k, v, metadata, sink)
+    if window is not None and (not isinstance(window, int) or window < 0):
+        raise ValueError(f"window: expected an int >= 0, or None for no limit, got {window!r}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: expected a positive number, or None for no cap, got {softcap!r}")
     case = _case(q, k, v, window=window, sink=sink, softcap=softcap, deterministic=deterministic)
     chosen = select_backend(backend, case)
     return _module(chosen).attend(
@@ -197,6 +201,8 @@ def _check(q, k, v, metadata: TreeMetadata, sink) -> None:
         raise ValueError(f"k: expected head size {q.shape[2]} of q, got {k.shape[2]}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"k, v: expected dtype {q.dtype} of q, got {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"k, v: expected device {q.device} of q, got {k.device}, {v.device}")
     if metadata.device != q.device:
         raise ValueError(
             f"tree_metadata: expected device {q.device} of the query, got {metadata.device}; move it "
