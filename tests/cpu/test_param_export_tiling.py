@@ -188,3 +188,5 @@ def test_an_unknown_family_is_refused_by_name():
 
     with pytest.raises(ValueError, match=r"no export family for model_type 'whisper'; known: .*qwen3"):
         family_of(SimpleNamespace(model_type="whisper"))
+    with pytest.raises(ValueError, match=r"an object with model_type \(.*qwen3.*\), got dict"):
+        family_of({"model_type": "qwen3"})

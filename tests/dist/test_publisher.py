@@ -119,3 +119,34 @@ def test_the_sender_lives_on_one_rank(world):
         "the sender lives on rank 0 and nowhere else; rank 0 has none",
         "the sender lives on rank 0 and nowhere else; rank 1 has one",
     ]
+
+
+def unbased():
+    """A delta before anything was sent, on ranks that would otherwise wait for each other."""
+    from examples.quickstart import policy, rollout
+    from megatron.core.optimizer.sparse_diff import attach
+    from megatron.core.param_export import build_plan
+    from megatron.core.param_export.publisher import Publisher
+    from megatron.weight_sync import Sender
+
+    with parallel(tp=2):
+        shape = policy.Shape(layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48)
+        trainer = policy.Policy(shape, 32, 64, 1e-3, "cpu")
+        plan = build_plan(trainer.ddp, rollout.model(shape, 32, 64, "meta").config).prove()
+        sender = Sender("m") if plan.rank == 0 else None
+        told = []
+        for diff, error in ((None, ValueError), (attach(trainer.optimizer), RuntimeError)):
+            publisher = Publisher(plan, diff, sender)
+            with pytest.raises(error) as found:
+                publisher.publish(dense=False)
+            told.append(str(found.value))
+        publisher.publish()
+        return told, publisher.version
+
+
+def test_a_delta_without_a_base_is_refused_on_every_rank(world):
+    told = [
+        "a delta needs a sparse diff: this publisher was made without one",
+        "a delta needs a base: the first sync, and the next one after invalidate(), is dense",
+    ]
+    assert world(2, unbased) == [(told, 1)] * 2

@@ -55,6 +55,10 @@ class Publisher:
 
         Returns:
             The payload on the sending rank, None on the others.
+
+        Raises:
+            RuntimeError: a delta is asked for that no receiver could apply; on every rank.
+            ValueError: a delta is asked for without a sparse diff.
         """
         plan, sender = self.plan, self.sender
         if self.diff is not None:
@@ -113,6 +117,8 @@ class Publisher:
     def _decide(self, dense: bool | None) -> bool:
         """What the sending rank needs, and otherwise the smaller of the two forms; the same on every rank."""
         if self.diff is None:
+            if dense is False:
+                raise ValueError("a delta needs a sparse diff: this publisher was made without one")
             return True
         sizes = torch.zeros(4, dtype=torch.int64)
         for entry in self.plan.entries:
@@ -126,7 +132,12 @@ class Publisher:
         elements, changed, whole_bytes, delta_bytes = sizes.tolist()
         self.density = changed / elements
         needed = self._agree(int(self.sender.needs_dense if self.sender else 0))
+        based = self._agree(int(self.sender is not None and self.sender.since is not None))
         if dense is not None:
+            if not (dense or based):  # on every rank alike: none may wait for another in the export
+                raise RuntimeError(
+                    "a delta needs a base: the first sync, and the next one after invalidate(), is dense"
+                )
             return dense
         return bool(needed) or delta_bytes >= whole_bytes
 

@@ -211,5 +211,10 @@ def family_of(config) -> Family:
         importlib.import_module(f"megatron.core.param_export.families.{model_type}")
     if model_type not in _FAMILIES:
         known = ", ".join(sorted({*_FAMILIES, *_MODULES}))
+        if not hasattr(config, "model_type"):
+            kind = type(config).__name__
+            raise ValueError(
+                f"expected a Hugging Face configuration, an object with model_type ({known}), got {kind}"
+            )
         raise ValueError(f"no export family for model_type {model_type!r}; known: {known}")
     return _FAMILIES[model_type]
