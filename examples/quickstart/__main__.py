@@ -11,7 +11,7 @@ payload; both sides compare fingerprints. Runs on CPU with gloo, and on GPUs wit
 
 from __future__ import annotations
 
-import argparse
+import functools
 import logging
 import math
 import os
@@ -19,7 +19,6 @@ import random
 import sys
 import time
 import warnings
-from pathlib import Path
 
 warnings.filterwarnings("ignore")
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -33,39 +32,16 @@ if not torch.cuda.is_available():
 
 from tqdm import tqdm  # noqa: E402
 
-from examples.quickstart import policy, report, rollout, task, twin  # noqa: E402
+from examples.quickstart import options, policy, report, rollout, task, twin  # noqa: E402
+from examples.quickstart.options import SMALL_LR  # noqa: E402
+from examples.quickstart.report import worst  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer.sparse_diff import attach  # noqa: E402
 from megatron.core.param_export import build_plan  # noqa: E402
 from megatron.core.param_export.publisher import Publisher  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.tree_training import plan_micro_batches, read_jsonl  # noqa: E402
+from megatron.core.tree_training import plan_micro_batches  # noqa: E402
 from megatron.weight_sync import ModuleReceiver, Sender  # noqa: E402
-
-SMALL_LR = 1e-6
-
-
-def arguments():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    p.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    p.add_argument("--steps", type=int, default=250, help="training steps")
-    p.add_argument(
-        "--small-steps", type=int, default=10, help=f"further steps at a learning rate of {SMALL_LR}"
-    )
-    p.add_argument(
-        "--seconds", type=float, default=200, help="stop the training phase after this time at the latest"
-    )
-    p.add_argument("--groups", type=int, default=16, help="problems per step")
-    p.add_argument("--group-size", type=int, default=8, help="sampled answers per problem")
-    p.add_argument("--max-tokens", type=int, default=640, help="packed tokens in one micro-batch")
-    p.add_argument("--lr", type=float, default=1e-3)
-    p.add_argument("--entropy-bonus", type=float, default=0.05)
-    p.add_argument("--held-out", type=int, default=128, help="problems of the evaluation")
-    p.add_argument("--trajectories", type=Path, help="train on this JSON-lines file instead of sampling")
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--out", type=Path, default=Path("build/quickstart"))
-    return p.parse_args()
 
 
 def launch(args) -> torch.device:
@@ -107,10 +83,8 @@ class Loop:
         self.given = None
         vocabulary, positions = task.VOCABULARY, task.PROMPT + task.RESPONSE
         if args.trajectories:
-            self.given, self.given_reward = rollout.given(read_jsonl(args.trajectories))
-            longest = max(len(t.tokens) for t in self.given)
-            largest = max(int(max(t.tokens)) for t in self.given)
-            vocabulary, positions = -(-(largest + 1) // (16 * args.tp)) * 16 * args.tp, longest
+            self.given, self.given_reward, used, positions = options.read_given(args.trajectories)
+            vocabulary = -(-used // (16 * args.tp)) * 16 * args.tp
         self.positions = positions
         self.policy = policy.Policy(shape, vocabulary, positions, args.lr, self.device)
         self.twin = twin.Twin(self.policy.core, shape, vocabulary, positions, self.device)
@@ -156,10 +130,8 @@ class Loop:
         if check:
             few = trajectories[: 4 * self.args.group_size]
             loss, gradient = self.twin.tree_against_linear(few)
-            self.worst_loss, self.worst_gradient = (
-                max(self.worst_loss, loss),
-                max(self.worst_gradient, gradient),
-            )
+            self.worst_loss = worst(self.worst_loss, loss)
+            self.worst_gradient = worst(self.worst_gradient, gradient)
         plan = plan_micro_batches(
             trajectories,
             max(self.args.max_tokens, -(-self.positions // 8) * 8),
@@ -211,7 +183,7 @@ class Loop:
         bar = tqdm(total=total, disable=not self.main, mininterval=pace, ncols=100, unit="step")
         for number in range(args.steps):
             progress = share(max(number / args.steps, (time.time() - start) / args.seconds))
-            if progress >= 1:
+            if number and progress >= 1:
                 break
             lr = args.lr * min(1, (number + 1) / 5) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
             entry = self.step(lr, "train", check=number in (0, args.steps - 1))
@@ -256,7 +228,7 @@ class Loop:
             "syncs": self.syncs,
             "fingerprints_equal": self.fingerprints_equal,
             "max_logit_diff": logit_difference,
-            "log_prob_drift": max(e["log_prob_drift"] for e in self.history),
+            "log_prob_drift": functools.reduce(worst, (e["log_prob_drift"] for e in self.history)),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "world_size": dist.get_world_size(),
             "tensor_parallel": self.args.tp,
@@ -267,7 +239,7 @@ class Loop:
 
 
 def main():
-    args = arguments()
+    args = options.arguments(__doc__)
     loop = Loop(args)
     summary = loop.run()
     if loop.main:

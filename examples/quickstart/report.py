@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+
+
+def worst(a: float, b: float) -> float:
+    """The larger one; NaN where either is, which max would pass over."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def megabytes(count: float) -> str:

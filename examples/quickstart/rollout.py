@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -111,11 +113,16 @@ def given(trajectories):
         ``(trajectories, mean reward)``
 
     Raises:
-        ValueError: a trajectory has no ``reward``.
+        ValueError: there is no trajectory, or one without a number as ``reward``.
     """
-    missing = [i for i, t in enumerate(trajectories) if "reward" not in t.trajectory_values]
-    if missing:
-        raise ValueError(f"trajectory {missing[0]}: no reward")
+    if not trajectories:
+        raise ValueError("there are no trajectories")
+    for i, t in enumerate(trajectories):
+        if "reward" not in t.trajectory_values:
+            raise ValueError(f"trajectory {i}: no reward")
+        reward = t.trajectory_values["reward"]
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise ValueError(f"trajectory {i}: reward must be a finite number, got {reward!r}")
     rewards = torch.tensor([float(t.trajectory_values["reward"]) for t in trajectories])
     groups: dict = {}
     for i, t in enumerate(trajectories):

@@ -53,7 +53,8 @@ class Twin:
         if dist.get_world_size() > 1:
             dist.all_reduce(sums[:2])
             dist.all_reduce(sums[2:], op=dist.ReduceOp.MAX)
-        return float(sums[2]), float((sums[0] / sums[1]).sqrt())
+        difference, norm = sums[0].sqrt(), sums[1].sqrt()
+        return float(sums[2]), float(difference if norm == 0 else difference / norm)
 
     @torch.no_grad()
     def logits_against(self, engine, trajectories) -> float | None:

@@ -1,6 +1,7 @@
 """The quickstart, shortened: the same loop and the same checks, in every layout it offers."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -80,8 +81,83 @@ def test_given_trajectories(tmp_path):
     assert losses[3] < losses[0] - 0.1
 
 
-def test_a_file_without_rewards_is_refused(tmp_path):
+def refused(*options):
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.quickstart", *options], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_what_cannot_run_is_refused_with_the_way_out(tmp_path):
     path = tmp_path / "given.jsonl"
     path.write_text('{"tokens": [1, 2, 3], "response_length": 2, "loss_mask": [1, 1]}\n')
-    with pytest.raises(AssertionError, match="ValueError: trajectory 0: no reward"):
-        quickstart(tmp_path / "out", f"--trajectories={path}")
+    assert refused(f"--trajectories={path}") == f"quickstart: --trajectories {path}: trajectory 0: no reward"
+    assert refused("--tp=2").endswith(
+        "--tp=2 --pp=1 takes a multiple of 2 ranks, there are 1: make quickstart NPROC=2 TP=2 PP=1"
+    )
+
+
+REFUSED = {
+    "--group-size=1": "--group-size: expected at least 2, got 1",
+    "--groups=0": "--groups: expected at least 1, got 0",
+    "--steps=0 --small-steps=0": "--steps and --small-steps are both 0: nothing would be trained",
+    "--tp=3": "--tp must divide 2 (key/value heads) and --pp 4 (layers), got --tp=3 --pp=1",
+}
+
+GIVEN = {
+    "": "there are no trajectories",
+    '{"reward": "high", "tokens": [1, 2], "response_length": 1}': (
+        "trajectory 0: reward must be a finite number, got 'high'"
+    ),
+    '{"reward": NaN, "tokens": [1, 2], "response_length": 1}': (
+        "trajectory 0: reward must be a finite number, got nan"
+    ),
+    '{"reward": 1, "tokens": [1, 2.5], "response_length": 1}': (
+        "trajectory 0: tokens must be integers, got float64"
+    ),
+    '{"reward": 1, "tokens": [1, 2], "response_length": 1, "loss_mask": [0]}': (
+        "no token is trained: every loss_mask is 0"
+    ),
+}
+
+
+def refusals(path):
+    import argparse
+
+    from examples.quickstart import options
+
+    def refuse(parser, message):
+        raise SystemExit(message)
+
+    argparse.ArgumentParser.error, error = refuse, argparse.ArgumentParser.error
+    argv, told = sys.argv, []
+    try:
+        for line in REFUSED:
+            sys.argv = ["quickstart", *line.split()]
+            with pytest.raises(SystemExit) as found:
+                options.arguments("")
+            told.append(str(found.value))
+    finally:
+        sys.argv, argparse.ArgumentParser.error = argv, error
+    for text in GIVEN:
+        path.write_text(text)
+        with pytest.raises(SystemExit) as found:
+            options.read_given(path)
+        told.append(str(found.value))
+    return told
+
+
+def test_options_and_files_are_refused(world, tmp_path):
+    """Before anything is started, with one line: in a world, because the options need megatron.core."""
+    path = tmp_path / "given.jsonl"
+    wanted = [*REFUSED.values(), *(f"quickstart: --trajectories {path}: {text}" for text in GIVEN.values())]
+    assert world(2, refusals, path=path)[0] == wanted
+
+
+def test_nan_is_the_worst():
+    from examples.quickstart.report import worst
+
+    nan = float("nan")
+    assert worst(1.0, 2.0) == 2.0
+    assert all(math.isnan(worst(*pair)) for pair in ((nan, 1.0), (1.0, nan)))

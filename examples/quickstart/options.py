@@ -1,0 +1,73 @@
+"""What the quickstart is told: options and given trajectories, refused before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from examples.quickstart import policy, rollout
+from megatron.core.tree_training import TreeBatch, read_jsonl
+
+SMALL_LR = 1e-6
+
+
+def arguments(text: str):
+    """The command line, refused where it cannot run; ``text`` describes the program."""
+    p = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    p.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    p.add_argument("--steps", type=int, default=250, help="training steps")
+    p.add_argument(
+        "--small-steps", type=int, default=10, help=f"further steps at a learning rate of {SMALL_LR}"
+    )
+    p.add_argument(
+        "--seconds", type=float, default=200, help="stop the training phase after this time at the latest"
+    )
+    p.add_argument("--groups", type=int, default=16, help="problems per step")
+    p.add_argument("--group-size", type=int, default=8, help="sampled answers per problem")
+    p.add_argument("--max-tokens", type=int, default=640, help="packed tokens in one micro-batch")
+    p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--entropy-bonus", type=float, default=0.05)
+    p.add_argument("--held-out", type=int, default=128, help="problems of the evaluation")
+    p.add_argument("--trajectories", type=Path, help="train on this JSON-lines file instead of sampling")
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--out", type=Path, default=Path("build/quickstart"))
+    args = p.parse_args()
+    check_arguments(args, p.error)
+    return args
+
+
+def check_arguments(args, refuse) -> None:
+    """Call ``refuse`` with what is wrong, before anything is started."""
+    least = {"tp": 1, "pp": 1, "steps": 0, "small_steps": 0, "groups": 1, "held_out": 1, "max_tokens": 1}
+    least["group_size"] = 2  # an advantage is against the rest of its group
+    for name, bound in least.items():
+        if (value := getattr(args, name)) < bound:
+            refuse(f"--{name.replace('_', '-')}: expected at least {bound}, got {value}")
+    if args.steps + args.small_steps == 0:
+        refuse("--steps and --small-steps are both 0: nothing would be trained")
+    shape, world, ranks = policy.Shape(), int(os.environ.get("WORLD_SIZE", 1)), args.tp * args.pp
+    if shape.kv_heads % args.tp or shape.layers % args.pp:
+        refuse(
+            f"--tp must divide {shape.kv_heads} (key/value heads) and --pp {shape.layers} (layers), "
+            f"got --tp={args.tp} --pp={args.pp}"
+        )
+    if world % ranks:
+        refuse(
+            f"--tp={args.tp} --pp={args.pp} takes a multiple of {ranks} ranks, there are {world}: "
+            f"make quickstart NPROC={ranks} TP={args.tp} PP={args.pp}"
+        )
+
+
+def read_given(path: Path):
+    """Trajectories of a file, what they earned, the vocabulary they use and the longest of them."""
+    try:
+        trajectories, reward = rollout.given(read_jsonl(path))
+        batch = TreeBatch.from_trajectories(trajectories)
+        if not batch.num_loss_tokens:
+            raise ValueError("no token is trained: every loss_mask is 0")
+    except (OSError, ValueError) as error:
+        sys.exit(f"quickstart: --trajectories {path}: {error}")
+    return trajectories, reward, batch.max_token + 1, max(batch.lengths)
