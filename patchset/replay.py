@@ -169,7 +169,11 @@ def export(root: Path, into: str | None = None, subject: str | None = None) -> l
 def _refuse_unsafe(root: Path, edited: list[str]) -> None:
     made, where = tree.record(root), root / "build/tree"
     if edited and made["extra"]:
-        raise ExportError(f"build/tree holds the patches of {made['extra']} too; they would end up in ours")
+        raise ExportError(
+            f"build/tree holds the patches of {made['extra']} too; they would end up in ours\n"
+            "to export, edit a tree without them: copy the edited files elsewhere, `materialise --force`, "
+            f"and put the edits back; edits that belong to {made['extra']} go into a patch there"
+        )
     if edited and made["inputs"] != tree.inputs(root, None):
         raise ExportError(
             "patches/ changed since build/tree was made, so the edited files may lack what changed. "

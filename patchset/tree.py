@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def stale(root: Path) -> str | None:
     """Why build/tree is not what the checkout says, with the command that mends it; None when it is."""
     made = record(root)
     extra = Path(made["extra"]) if made["extra"] else None
-    command = "python -m patchset materialise" + f" --extra-series {extra}" * bool(extra)
+    command = "python -m patchset materialise" + f" --extra-series {shlex.quote(str(extra))}" * bool(extra)
     if made["inputs"] is None or not (root / "build/tree").is_dir():
         why = "is not there"
     elif extra and not extra.is_dir():

@@ -141,7 +141,11 @@ def test_edits_on_a_tree_with_patches_of_someone_else(queued):
     queued.write("theirs/a.patch", diff)
     tree.materialise(queued.root, extra=queued.root / "theirs")
     queued.edit(DEEP, "end = 2", "end = 3")
-    refused(queued, "^build/tree holds the patches of .*/theirs too; they would end up in ours$")
+    refused(
+        queued,
+        r"^build/tree holds the patches of (.*/theirs) too; they would end up in ours\n"
+        r"to export, .*`materialise --force`.*; edits that belong to \1 go into a patch there$",
+    )
 
 
 def test_without_git(queued, monkeypatch):
