@@ -12,8 +12,7 @@ class LocalStore:
     """A folder. A file appears whole or not at all: temporary name, fsync, rename, fsync of the folder."""
 
     def __init__(self, root: str | Path):
-        self.root = Path(root)
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root = Path(root)  # made by the first put: who only looks makes nothing
 
     def put(self, path: str, data) -> None:
         target = self.root / path

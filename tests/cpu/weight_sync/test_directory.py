@@ -334,6 +334,8 @@ def test_command_line(tmp_path, capsys):
     assert cli.main(["materialise", str(tmp_path / "p"), "--version", "9", "--out", str(tmp_path / "x")]) == 1
     assert "MissingVersion" in capsys.readouterr().err
     assert cli.main(["verify", str(tmp_path / "none")]) == 1
+    assert cli.main(["inspect", str(tmp_path / "none")]) == 0
+    assert not (tmp_path / "none").exists()  # looking makes nothing
 
 
 def test_verify_finds_a_wrong_anchor(tmp_path, capsys):
