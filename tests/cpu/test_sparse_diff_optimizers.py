@@ -118,6 +118,8 @@ def test_errors_say_what_was_expected():
         attach(optimizer, mode="everything", model_chunks=[chunk])
     with pytest.raises(ValueError, match="mode='off' disables sparse diff"):
         attach(optimizer, mode="off", model_chunks=[chunk])
+    with pytest.raises(NotImplementedError, match="SGD is not supported: how it writes the model"):
+        attach(torch.optim.SGD(chunk.parameters()), model_chunks=[chunk])
     diff = attach(optimizer, model_chunks=[chunk])
     with pytest.raises(ValueError, match=r"shape \(3,\) is no parameter or persistent buffer"):
         diff.changed(torch.zeros(3))

@@ -68,7 +68,7 @@ def _refuse(path: str, why: str, way_out: str) -> None:
 
 
 def _refuse_config(leaf: Any) -> None:
-    config = leaf.config
+    config = getattr(leaf, "config", None)  # an optimizer of torch has none, and is refused after this
     dense = "Send whole weights instead, or switch it off"
     if getattr(config, "optimizer_cuda_graph", False):
         _refuse(
