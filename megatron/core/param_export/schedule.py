@@ -27,9 +27,8 @@ class Part:
 
     stage: int
     kind: str
-    shards: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (number among the kind's entries, byte offset)
+    # (number among the kind's entries, byte offset) each
+    shards: list[tuple[int, int]] = field(default_factory=list)
     whole: list[tuple[int, int]] = field(default_factory=list)
     row_bytes: int = 0
     whole_bytes: int = 0
