@@ -1,15 +1,15 @@
 """Micro-batches under a budget: nothing lost, close to the optimum, evenly dealt."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import shapes
-from megatron.core.tree_training import Trajectory, partition, plan_micro_batches, trie
+from megatron.core.tree_training import StepTotals, Trajectory, partition, plan_micro_batches, trie
 
 
 def trajectories(sequences):
@@ -184,19 +184,17 @@ def test_ten_thousand_short_trajectories():
     assert plan.tokens.packed <= 1.01 * plan.tokens.lower_bound
 
 
-def test_loss_scales():
-    import torch
-
-    batch = plan_micro_batches(trajectories([[1, 2, 3], [1, 2]]), 8, data_parallel_size=2).micro_batch(0, 0)
-    batch.totals = SimpleNamespace(num_microbatches=5, data_parallel_size=2, loss_tokens=4, trajectories=10)
+@pytest.mark.parametrize("loss_per, count", [("token", 4), ("trajectory", 10)])
+def test_loss_scales(loss_per, count):
+    two = trajectories([[1, 2, 3], [1, 2]])
+    batch = plan_micro_batches(two, 8, data_parallel_size=2, loss_per=loss_per).micro_batch(0, 0)
+    assert batch.totals == StepTotals(1, 2, 1, 3, 2, loss_per)
+    batch.totals = StepTotals(5, 2, 1, 4, 10, loss_per)
     loss = torch.tensor(3.0)
-    assert batch.averaged_loss(loss).item() == 3 * 5 * 2 / 4
-    assert batch.averaged_loss(loss, per="trajectory").item() == 3 * 5 * 2 / 10
-    summed, count = batch.summed_loss(loss)
-    assert summed.item() == 3 and count.dtype == torch.int32 and count.item() == batch.num_loss_tokens
-    assert batch.summed_loss(loss, per="trajectory")[1].item() == batch.num_trajectories
-    with pytest.raises(ValueError, match="per must be 'token' or 'trajectory', got 'sequence'"):
-        batch.averaged_loss(loss, per="sequence")
+    assert batch.averaged_loss(loss).item() == pytest.approx(3 * 5 * 2 / count)
+    summed, own = batch.summed_loss(loss)
+    assert summed.item() == 3 and own.dtype == torch.int32
+    assert own.item() == (batch.num_loss_tokens if loss_per == "token" else batch.num_trajectories)
     for scale in (batch.averaged_loss, batch.summed_loss):  # what sum() makes of a dummy's empty list
         with pytest.raises(TypeError, match=r"got int\. A plan's dummy .* loss from unpack_linear"):
             scale(sum([]))
@@ -215,3 +213,5 @@ def test_refusals():
     for name in ("data_parallel_size", "max_trajectories", "pad_to_multiple_of", "micro_batch_multiple"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             plan_micro_batches(three, 8, **{name: 0})
+    with pytest.raises(ValueError, match="loss_per must be 'token' or 'trajectory', got 'sequence'"):
+        plan_micro_batches(three, 8, loss_per="sequence")

@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.tree_metadata import TreeMetadata
-from megatron.core.tree_training import partition, trie
+from megatron.core.tree_training import moe, partition, trie
 from megatron.core.tree_training.trajectory import check_all
 
 
@@ -25,10 +25,23 @@ class StepTotals:
     """On every data-parallel rank, dummies included: upstream's schedules divide by it."""
     data_parallel_size: int
     """DistributedDataParallel divides by it."""
+    real_microbatches: int
+    """Of all ranks together, without dummies."""
     loss_tokens: int
     """Linear tokens whose loss mask is 1, over all ranks and micro-batches."""
     trajectories: int
     """Over all ranks and micro-batches."""
+    loss_per: str = "token"
+    """What the mean over the step counts: "token" or "trajectory"."""
+
+    def __post_init__(self):
+        if self.loss_per not in ("token", "trajectory"):
+            raise ValueError(f"loss_per must be 'token' or 'trajectory', got {self.loss_per!r}")
+
+    @property
+    def count(self):
+        """The mean's denominator."""
+        return self.trajectories if self.loss_per == "trajectory" else self.loss_tokens
 
 
 @dataclass
@@ -87,6 +100,8 @@ class TreeBatch:
         pad_to_multiple_of=1,
         share_prefixes=True,
         vocab_size=None,
+        loss_per="token",
+        router_counts_once=False,
         device="cpu",
     ):
         """Merge trajectories into one packed micro-batch.
@@ -98,6 +113,9 @@ class TreeBatch:
             share_prefixes: False packs every trajectory as a chain of its own in the given order: the linear
                 layout through the same model, backend and loss.
             vocab_size: refuse token ids at or above it.
+            loss_per: "token" or "trajectory", what the step's mean loss counts, see `averaged_loss`.
+            router_counts_once: MoE routers count a shared token once, as it is computed. Off, they count it
+                for every trajectory through it, as in the linear layout.
             device: where the batch's tensors go.
 
         Raises:
@@ -106,7 +124,14 @@ class TreeBatch:
         checked = check_all(trajectories, vocab_size)
         identities = [t.identity for t in checked] if checked and checked[0].identity is not None else None
         order = trie.PrefixOrder.of([t.tokens for t in checked], identities, share_prefixes)
-        return cls.from_order(checked, order, pad_to_multiple_of=pad_to_multiple_of, device=device)
+        return cls.from_order(
+            checked,
+            order,
+            pad_to_multiple_of=pad_to_multiple_of,
+            device=device,
+            loss_per=loss_per,
+            router_counts_once=router_counts_once,
+        )
 
     @classmethod
     def from_order(
@@ -118,6 +143,8 @@ class TreeBatch:
         device="cpu",
         trajectory_ids=None,
         totals=None,
+        loss_per="token",
+        router_counts_once=False,
         like=None,
     ):
         """`from_trajectories` with checks and sorting already done; `order` numbers `checked` 0 … n-1.
@@ -162,8 +189,17 @@ class TreeBatch:
             num_nodes=packed.node_parent_N.size,
             max_position=int(positions.max()),
         )
+        branches_T = put(branches, torch.int32)
         mask_L = torch.cat([t.loss_mask for t in checked]) if checked else torch.zeros(0, dtype=torch.bool)
         num_loss_tokens = int(mask_L.sum())
+        totals = totals or StepTotals(1, 1, min(len(checked), 1), num_loss_tokens, len(checked), loss_per)
+        moe.RouterStatistics(
+            weights_T=(branches_T.clamp(max=1) if router_counts_once else branches_T).float(),
+            averaged_scale=totals.num_microbatches
+            * totals.data_parallel_size
+            / max(totals.real_microbatches, 1),
+            per_token_scale=totals.count / max(totals.real_microbatches, 1),
+        ).attach(metadata)
         like = checked[0] if checked else like
         values_L = {
             name: torch.cat([value[:0], *(t.values[name] for t in checked)]).to(device)
@@ -181,7 +217,7 @@ class TreeBatch:
             target_M=put(target, torch.int64),
             target_start_T=put(target_start, torch.int32),
             distinct_targets=distinct,
-            branches_T=put(branches, torch.int32),
+            branches_T=branches_T,
             index_L=put(packed.index_L, torch.int64),
             lengths=np.diff(packed.offsets).tolist(),
             loss_mask_L=mask_L.to(device),
@@ -192,36 +228,35 @@ class TreeBatch:
             attended_pairs=partition.attended_pairs(order),
             num_loss_tokens=num_loss_tokens,
             trajectory_ids=list(range(len(checked))) if trajectory_ids is None else list(trajectory_ids),
-            totals=totals or StepTotals(1, 1, num_loss_tokens, len(checked)),
+            totals=totals,
         )
 
-    def averaged_loss(self, loss_sum, per="token"):
+    def averaged_loss(self, loss_sum):
         """The loss that a loss function returns first, where upstream averages over micro-batches and ranks.
 
         Args:
-            loss_sum: this micro-batch's sum of loss terms in the linear layout, a tensor. Terms that belong
-                to a token (per="token") or to a trajectory (per="trajectory": already averaged over its
+            loss_sum: this micro-batch's sum of loss terms in the linear layout, a tensor. Each term belongs
+                to a token (loss_per="token") or to a trajectory (loss_per="trajectory": its mean over its
                 tokens).
-            per: what the mean over the step counts.
 
         Returns:
             loss_sum · num_microbatches · data_parallel_size / count of the step: after upstream's division by
             the number of micro-batches and DistributedDataParallel's mean over ranks, the mean over the step.
             For a loss function that returns (loss, report), with calculate_per_token_loss off.
         """
-        count = self.totals.trajectories if _per_trajectory(per) else self.totals.loss_tokens
         _require_tensor(loss_sum)
-        return loss_sum * (self.totals.num_microbatches * self.totals.data_parallel_size / max(count, 1))
+        totals = self.totals
+        return loss_sum * (totals.num_microbatches * totals.data_parallel_size / max(totals.count, 1))
 
-    def summed_loss(self, loss_sum, per="token"):
+    def summed_loss(self, loss_sum):
         """(loss, count) for a loss function that returns (loss, count, report), with calculate_per_token_loss
         on.
 
         finalize_model_grads divides all gradients by the counts of all micro-batches and ranks together;
         `count` is int32 on the loss's device.
         """
-        count = self.num_trajectories if _per_trajectory(per) else self.num_loss_tokens
         _require_tensor(loss_sum)
+        count = self.num_trajectories if self.totals.loss_per == "trajectory" else self.num_loss_tokens
         return loss_sum, torch.tensor(count, dtype=torch.int32, device=loss_sum.device)
 
     @property
@@ -351,7 +386,11 @@ class TreeBatch:
                 return value.to(device, non_blocking=non_blocking)
             return {name: move(v) for name, v in value.items()} if isinstance(value, dict) else value
 
-        params = self.tree_metadata.to(device, non_blocking).packed_seq_params()
+        metadata = self.tree_metadata.to(device, non_blocking)
+        if metadata is not self.tree_metadata:
+            statistics = moe.RouterStatistics.of(self.tree_metadata)
+            statistics._replace(weights_T=move(statistics.weights_T)).attach(metadata)
+        params = metadata.packed_seq_params()
         keep = {"packed_seq_params": params, "trajectory_values": self.trajectory_values}
         return type(self)(
             **{f.name: keep[f.name] if f.name in keep else move(getattr(self, f.name)) for f in fields(self)}
@@ -370,9 +409,3 @@ def _require_tensor(loss_sum):
             "plan's dummy micro-batch has no trajectories; the sum of an empty list is no tensor: form the "
             "loss from unpack_linear, values_L and loss_mask_L"
         )
-
-
-def _per_trajectory(per):
-    if per not in ("token", "trajectory"):
-        raise ValueError(f"per must be 'token' or 'trajectory', got {per!r}")
-    return per == "trajectory"

@@ -55,6 +55,7 @@ class MicroBatchPlan:
     _order: trie.PrefixOrder
     _place_of: dict
     _pad_to_multiple_of: int
+    _router_counts_once: bool
 
     @property
     def num_microbatches(self):
@@ -80,6 +81,7 @@ class MicroBatchPlan:
             device=device,
             trajectory_ids=ids,
             totals=self.totals,
+            router_counts_once=self._router_counts_once,
             like=self._checked[0] if self._checked else None,
         )
 
@@ -98,6 +100,8 @@ def plan_micro_batches(
     micro_batch_multiple=1,
     share_prefixes=True,
     vocab_size=None,
+    loss_per="token",
+    router_counts_once=False,
     pair_cost=PAIR_COST,
 ):
     """Cut a step's trajectories into micro-batches and deal them to data-parallel ranks.
@@ -109,7 +113,8 @@ def plan_micro_batches(
             there are too few, dummies fill up: no trajectory, padding only, exactly no gradient, but counted.
             `unpack` of a dummy is an empty list; a loss formed from `unpack_linear` needs no special case.
         max_trajectories: most trajectories in a micro-batch, if there is a limit.
-        pad_to_multiple_of, share_prefixes, vocab_size: as in TreeBatch.from_trajectories.
+        pad_to_multiple_of, share_prefixes, vocab_size, loss_per, router_counts_once: as in
+        TreeBatch.from_trajectories.
         micro_batch_multiple: the number of micro-batches on a rank becomes a multiple of it (interleaved
             pipeline schedules ask for a multiple of the pipeline size).
         pair_cost: cost of an attended (query, key) pair, in tokens, for the balance.
@@ -166,11 +171,14 @@ def plan_micro_batches(
         totals=StepTotals(
             num_microbatches=len(hands[0]),
             data_parallel_size=data_parallel_size,
+            real_microbatches=len(subsets),
             loss_tokens=sum(int(t.loss_mask.sum()) for t in checked),
             trajectories=len(checked),
+            loss_per=loss_per,
         ),
         _checked=checked,
         _order=order,
         _place_of={trajectory: place for place, trajectory in enumerate(order.order.tolist())},
         _pad_to_multiple_of=pad_to_multiple_of,
+        _router_counts_once=router_counts_once,
     )

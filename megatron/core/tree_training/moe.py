@@ -1,0 +1,255 @@
+"""Router statistics of packed trees: auxiliary losses, z-loss, expert bias and token counts of the linear
+layout.
+
+Auxiliary losses are sums over tokens, so a packed token stands for all trajectories that run through it: with
+its number of branches as weight w_t, and 0 for padding,
+
+    f_e = Σ_t w_t [t goes to e],   P_e = Σ_t w_t score_te,   N = Σ_t w_t,   loss = c E / (k N²) · Σ_e f_e P_e
+
+is that of one linear micro-batch of the same trajectories, one after another. They are quadratic in a
+micro-batch, so that is the reference, not the trajectories one by one.
+
+How it travels: `router_weights` is called in every MoE layer, on every pipeline stage, and derives the
+weights from the tree metadata. From there to the router they take the place of `padding_mask`, as [1, s, 3]
+floats where a mask is [1, s]: weight, scale and N. `tree_routing` takes them up.
+
+Scale: an auxiliary loss weighs 1 / (real micro-batches of the step), in both of upstream's modes. Upstream
+divides by num_microbatches · data_parallel_size, dummies included, or, per token, by the loss function's
+count of the whole step (and multiplies by the router's own tokens, which are others).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+_STATISTICS = "router statistics"
+
+
+class RouterStatistics(NamedTuple):
+    """What a micro-batch tells its routers; TreeBatch keeps it with the tree metadata."""
+
+    weights_T: torch.Tensor
+    """float32 [T]: tokens of the linear layout that each packed token stands for, 0 for padding."""
+    averaged_scale: float | torch.Tensor
+    """Of auxiliary losses, where upstream averages over micro-batches and ranks."""
+    per_token_scale: float | torch.Tensor
+    """Of auxiliary losses, where upstream divides by the loss function's token count."""
+
+    @classmethod
+    def of(cls, metadata):
+        """Those of a micro-batch; without a TreeBatch, every real token once, and upstream's scales."""
+        return metadata.cached(_STATISTICS, _real_tokens_once)
+
+    def attach(self, metadata):
+        """Keep with the metadata; once."""
+        if metadata.cached(_STATISTICS, lambda _: self) is not self:
+            raise ValueError("the tree metadata has router statistics already")
+
+
+def _real_tokens_once(metadata):
+    end = metadata.cu_node_lens[metadata.num_nodes]
+    weights = (torch.arange(metadata.padded_size, device=end.device) < end).float()
+    return RouterStatistics(weights, 1.0, weights.sum())
+
+
+def router_weights(layer, padding_mask, packed_seq_params):
+    """[1, s, 3] for the tokens that this rank holds, or `padding_mask` itself when the pack is no tree.
+
+    Raises:
+        TreeUnsupportedError: the layer's routing depends on which tokens share a micro-batch, or drops the
+            mask.
+    """
+    metadata = getattr(packed_seq_params, "tree_metadata", None)
+    if metadata is None or not layer.is_moe_layer:
+        return padding_mask
+    config = layer.config
+    _refuse(layer, config, padding_mask)
+    tp = layer.pg_collection.tp if config.sequence_parallel else None
+    size, rank = (1, 0) if tp is None else (tp.size(), tp.rank())
+
+    def build(metadata):
+        statistics = RouterStatistics.of(metadata)
+        scale = statistics.per_token_scale if config.calculate_per_token_loss else statistics.averaged_scale
+        weights = statistics.weights_T
+        constant = weights.new_ones(weights.numel() // size)
+        return torch.stack([weights.chunk(size)[rank], constant * scale, constant * weights.sum()], dim=-1)[
+            None
+        ]
+
+    return metadata.cached((_STATISTICS, size, rank, config.calculate_per_token_loss), build)
+
+
+def _refuse(layer, config, padding_mask):
+    from megatron.core.transformer.tree_attention import TreeUnsupportedError
+
+    def unsupported(cause, way_out):
+        return TreeUnsupportedError(f"tree_metadata is not supported with {cause}: {way_out}")
+
+    if padding_mask is not None:
+        raise unsupported("a padding_mask", "leave it out, the tree knows its padding")
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if config.moe_router_load_balancing_type == kind:
+            raise unsupported(
+                f"moe_router_load_balancing_type={kind!r}",
+                "use auxiliary losses or an expert bias (it routes a token by all others of its micro-batch)",
+            )
+    if config.moe_expert_capacity_factor is not None:
+        raise unsupported(
+            "moe_expert_capacity_factor",
+            "set it to None (which tokens are dropped depends on the micro-batch)",
+        )
+    if config.mlp_chunks_for_training > 1:
+        raise unsupported("mlp_chunks_for_training > 1 and experts", "set mlp_chunks_for_training=1")
+    if getattr(layer, "use_partial_cudagraphs", False):
+        raise unsupported(
+            "CUDA graphs that capture the router",
+            "take moe_router and moe_preprocess out of cuda_graph_modules",
+        )
+
+
+def tree_routing(router, logits, weights):
+    """What TopKRouter.routing does, with weighted statistics.
+
+    Args:
+        router: a TopKRouter.
+        logits: [s, 1, E].
+        weights: [s, 1, 3] from `router_weights`.
+
+    Returns:
+        probs and routing_map, [s, E] each; padding is routed as well, it only counts for nothing.
+    """
+    from megatron.core.transformer.moe.moe_utils import (
+        compute_routing_scores_for_aux_loss,
+        topk_routing_with_score_function,
+    )
+
+    config = router.config
+    logits = logits.view(-1, config.num_moe_experts)
+    w, scale, total = weights.reshape(-1, 3).unbind(-1)
+    scale, total = scale[0], total[0].clamp(min=1)
+    learning = router.training and torch.is_grad_enabled()
+    if learning and config.moe_z_loss_coeff is not None:
+        logits = _z_loss(router, logits, w, scale, total)
+    probs, routing_map = topk_routing_with_score_function(
+        logits,
+        router.topk,
+        use_pre_softmax=config.moe_router_pre_softmax,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        score_function=router.score_function,
+        expert_bias=router.expert_bias,
+        fused=config.moe_router_fusion,
+        router_replay=router.router_replay,
+    )
+    if learning and router.is_aux_loss_enabled():
+        chosen, scores = compute_routing_scores_for_aux_loss(logits, router.topk, router.score_function)
+        probs = _auxiliary_losses(router, probs, chosen * w[:, None], scores * w[:, None], scale)
+    if router.enable_expert_bias and torch.is_grad_enabled():
+        with torch.no_grad():
+            router.local_tokens_per_expert += (routing_map * w[:, None]).sum(0)
+    return probs, routing_map
+
+
+def _auxiliary_losses(router, probs, counts_TE, scores_TE, scale):
+    """Attach every load-balancing loss that is switched on; both arguments are weighted already."""
+    from megatron.core.transformer.moe.moe_utils import (
+        get_tokens_per_expert_and_token_count,
+        switch_load_balancing_loss_func,
+    )
+
+    kinds = {
+        "aux_loss": ("load_balancing_loss", router.tp_cp_group),
+        # The sequence of this loss is a whole pack, as for any packed micro-batch.
+        "seq_aux_loss": ("seq_load_balancing_loss", router.tp_cp_group),
+        "global_aux_loss": ("global_load_balancing_loss", router.tp_dp_cp_group),
+    }
+    for kind, (name, group) in kinds.items():
+        coefficient = router.get_aux_loss_coeff(kind)
+        if coefficient == 0:
+            continue
+        tokens_per_expert, _, total = get_tokens_per_expert_and_token_count(
+            counts_TE, group, router.topk, with_padding_mask=True
+        )
+        if kind == "global_aux_loss":
+            router.global_tokens_per_expert += tokens_per_expert
+            router.ga_steps += tokens_per_expert.sum() > 0  # a step of dummies on all ranks is none
+            tokens_per_expert = router.global_tokens_per_expert / router.ga_steps.clamp(min=1)
+        loss = switch_load_balancing_loss_func(
+            probs=scores_TE,
+            tokens_per_expert=tokens_per_expert,
+            total_num_tokens=total.clamp(min=1),
+            topk=router.topk,
+            num_experts=router.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+        )
+        per_token = router.calculate_per_token_loss
+        probs = router.attach_and_log_load_balancing_loss(
+            probs,
+            coefficient,
+            loss if per_token else loss * scale,
+            name,
+            group,
+            needs_dp_avg=kind != "global_aux_loss",
+            # Per token, the loss is multiplied by this count and by the group's size.
+            valid_token_count=scale / router.tp_cp_group.size() if per_token else None,
+        )
+    return probs
+
+
+def _z_loss(router, logits, w, scale, total):
+    """The mean over all ranks' tokens of the squared log-sum-exp: each rank adds its part."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    loss = (w * torch.logsumexp(logits, dim=-1).square()).sum() / total
+    get_moe_metrics_tracker().record(
+        "z_loss",
+        loss.detach() * router.tp_cp_group.size(),
+        router.layer_number,
+        router.config.num_layers,
+        avg_group=router.tp_dp_cp_group,
+    )
+    return MoEAuxLossAutoScaler.apply(logits, loss * (router.config.moe_z_loss_coeff * scale))
+
+
+def replay_experts(model, batch, experts, layer_of=None):
+    """Give recorded routing to the routers of one model chunk, before its forward pass on `batch`.
+
+    Use it with moe_enable_routing_replay=True and RouterReplay's action REPLAY_FORWARD. Pass the recording as
+    `identity` of the trajectories too, so that tokens are shared only where they were routed alike.
+
+    Args:
+        model: the model chunk; MoE layers of other pipeline stages are elsewhere.
+        batch: a TreeBatch.
+        experts: integer [T, layers, topk] packed, or a list of [length, layers, topk] for each trajectory.
+        layer_of: function from a 1-based layer number to an index of the second dimension; layer_number - 1
+            if None.
+
+    Raises:
+        ValueError: a shape does not fit, trajectories that share a token disagree, or no router replays.
+    """
+    if not isinstance(experts, torch.Tensor):
+        experts = batch.pack_values(experts)
+    if experts.dim() != 3 or experts.shape[0] != batch.padded_size or experts.is_floating_point():
+        raise ValueError(
+            f"experts must be integers [{batch.padded_size}, layers, topk], got {experts.dtype} "
+            f"{tuple(experts.shape)}"
+        )
+    routers = [m for m in model.modules() if getattr(m, "router_replay", None) is not None]
+    if not routers:
+        raise ValueError("no router replays: set moe_enable_routing_replay=True in the model's config")
+    # Padding needs topk different experts like every token.
+    padding = torch.arange(experts.shape[2], device=experts.device).expand(experts.shape[0], -1)
+    is_padding = (batch.branches_T == 0)[:, None]
+    for router in routers:
+        layer = router.layer_number - 1 if layer_of is None else layer_of(router.layer_number)
+        if not 0 <= layer < experts.shape[1] or experts.shape[2] != router.topk:
+            raise ValueError(
+                f"layer {router.layer_number} needs experts[:, {layer}] with {router.topk} experts, "
+                f"got shape {tuple(experts.shape)}"
+            )
+        chosen = torch.where(is_padding, padding, experts[:, layer].long())
+        if router.config.sequence_parallel:
+            chosen = chosen.chunk(router.tp_group.size())[router.tp_group.rank()]
+        router.router_replay.set_target_indices(chosen)
