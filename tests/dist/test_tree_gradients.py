@@ -7,7 +7,7 @@ and for dense models also the plain unpacked layout. fp64; MoE computes its rout
 
 import pytest
 
-from tests.dist.tree_trainer import BREAKS, CORE, FULL, ONE_BY_ONE, difference, step
+from tests.dist.tree_trainer import BREAKS, CORE, FULL, ONE_BY_ONE, difference, difference_by_rank, step
 
 MODELS = {
     "gqa": dict(model={}),
@@ -81,7 +81,7 @@ def test_layouts_of_other_models(world):
 
 @pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "full-recompute"])
 def test_virtual_pipeline(world, recompute):
-    # All of one length: the interleaved schedule's exchange of shapes does not end on gloo.
+    # All of one length: the interleaved schedule deadlocks when it has shapes to exchange.
     four = {"num_layers": 4}
     want = world(1, step, {}, four, **ONE_BY_ONE)
     got = world(
@@ -104,7 +104,64 @@ def test_data_parallel_with_dummies(world, loss, per_token_loss):
     assert [count for _, _, count in ranks] == [4, 4]
 
 
-@pytest.mark.parametrize("broken", BREAKS)
+def test_bf16_is_no_further_from_fp64_than_linear_bf16(world):
+    import torch
+
+    bf16 = dict(params_dtype=torch.bfloat16)
+    tree = world(1, step, {}, bf16)[0][0]
+    linear = world(1, step, {}, bf16, **ONE_BY_ONE)[0][0]
+    exact = reference(world, "gqa", "ppo")[0][0]
+
+    def distance(found):
+        # Weights are rounded to bf16 too, so both distances hold the same share of that.
+        return sum((found[n][0].double() - v[0]).square().sum() for n, v in exact.items()).sqrt()
+
+    norm = sum(v[0].square().sum() for v in exact.values()).sqrt()
+    assert 1e-4 * norm < distance(tree) < 1.05 * distance(linear) and distance(linear) < 0.1 * norm
+
+
+BALANCED = dict(
+    moe=True,
+    moe_router_load_balancing_type=["seq_aux_loss", "global_aux_loss"],
+    moe_aux_loss_coeff=[0.05, 0.03],
+    moe_z_loss_coeff=0.02,
+    moe_router_enable_expert_bias=True,
+    moe_router_score_function="sigmoid",
+    # Ties between rounding errors would send a token elsewhere.
+    moe_router_dtype="fp64",
+)
+ROUTER_LAYOUTS = {
+    "one": (1, {}, {}),
+    "tp2-sp": (2, dict(tp=2), dict(sequence_parallel=True)),
+    "pp2": (2, dict(pp=2), LENGTHS),
+    "ep2": (2, dict(ep=2), {}),
+    "tp2-pp2-sp": (4, dict(tp=2, pp=2), dict(sequence_parallel=True, **LENGTHS)),
+    "pp2-full-recompute": (2, dict(pp=2), {**LENGTHS, **FULL}),
+}
+
+
+@pytest.mark.parametrize("per_token_loss", [False, True])
+@pytest.mark.parametrize("layout", ROUTER_LAYOUTS)
+def test_router_losses_and_bias_count_as_the_linear_layout(world, layout, per_token_loss):
+    """Against the same micro-batches unshared: auxiliary losses are quadratic in a micro-batch."""
+    size, groups, model = ROUTER_LAYOUTS[layout]
+    model = {**BALANCED, **model}
+    # Padding to 16 and a dummy or more, so that both have something to spoil.
+    options = dict(
+        per_token_loss=per_token_loss, pad_to_multiple_of=16, micro_batch_multiple=4, max_tokens=48
+    )
+    want = world(size, step, groups, model, linear=True, **options)
+    got = world(size, step, groups, model, **options)
+    error, where = difference_by_rank(got, want)
+    assert error < 2e-5, where
+    if layout in ("one", "pp2"):
+        spoiled = world(size, step, groups, model, alter="padding reaches the router", **options)
+        assert difference_by_rank(spoiled, want)[0] > 1e-2
+        once = world(size, step, groups, model, router_counts_once=True, **options)
+        assert difference_by_rank(once, want)[0] > 1e-2
+
+
+@pytest.mark.parametrize("broken", [name for name in BREAKS if "router" not in name])
 @pytest.mark.parametrize("name", ["gqa", "moe"])
 def test_a_broken_rule_is_seen(world, name, broken):
     options = dict(micro_batch_multiple=4) if broken == "dummies not counted" else {}

@@ -18,7 +18,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tree_training import Trajectory, log_probs_and_entropy, plan_micro_batches
+from megatron.core.tree_training import Trajectory, log_probs_and_entropy, plan_micro_batches, trie
 from tests.dist import small_gpt
 from tests.dist.world import parallel
 
@@ -106,7 +106,12 @@ def dummies_not_counted(batch):
     batch.totals = dataclasses.replace(batch.totals, num_microbatches=1)
 
 
+def padding_reaches_the_router(batch):
+    batch.tree_metadata.cached("router statistics", None).weights_T.clamp_(min=1)
+
+
 BREAKS = {
+    "padding reaches the router": padding_reaches_the_router,
     "siblings visible": siblings_visible,
     "targets from the packed neighbour": targets_from_the_packed_neighbour,
     "shared tokens weighted once": shared_tokens_weighted_once,
@@ -116,11 +121,22 @@ BREAKS = {
 
 
 def step(
-    groups, model, loss="ppo", *, alter=None, seed=0, plain=False, options=None, per_token_loss=False, **plan
+    groups,
+    model,
+    loss="ppo",
+    *,
+    alter=None,
+    seed=0,
+    plain=False,
+    linear=False,
+    options=None,
+    per_token_loss=False,
+    **plan,
 ):
     """One step on this rank: (gradients by global name, loss of the step or None, number of micro-batches).
 
     plain: unpacked upstream layout, a causal mask and no tree metadata. alter: a name in BREAKS.
+    linear: the same trajectories in every micro-batch, unshared.
     plan: options of plan_micro_batches.
     """
     with parallel(**groups):
@@ -132,17 +148,24 @@ def step(
             plan.pop("max_tokens", 40),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             vocab_size=small_gpt.VOCAB,
+            loss_per=LOSSES[loss][1],
             **{"pad_to_multiple_of": 2 * groups.get("tp", 1), **plan},
         )
+        if linear:
+            planned = _linear(planned)
         batches = list(planned.micro_batches(parallel_state.get_data_parallel_rank()))
         for batch in batches if alter else ():
             BREAKS[alter](batch)
-        return run(cfg, chunks, batches, LOSSES[loss], plain, per_token_loss)
+        return run(cfg, chunks, batches, LOSSES[loss][0], plain, per_token_loss)
 
 
-def run(cfg, chunks, batches, loss, plain=False, per_token_loss=False):
-    terms, per = loss
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False, use_distributed_optimizer=False)
+def _linear(plan):
+    order = trie.PrefixOrder.of([t.tokens for t in plan._checked], share_prefixes=False)
+    return dataclasses.replace(plan, _order=order, _place_of={i: i for i in range(order.order.size)})
+
+
+def run(cfg, chunks, batches, terms, plain=False, per_token_loss=False):
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=cfg.bf16, use_distributed_optimizer=False)
     wrapped = [DistributedDataParallel(cfg, ddp, chunk) for chunk in chunks]
     cfg.finalize_model_grads_func, cfg.grad_scale_func = finalize_model_grads, None
     for chunk in wrapped:
@@ -171,9 +194,9 @@ def run(cfg, chunks, batches, loss, plain=False, per_token_loss=False):
             for i in range(batch.num_trajectories):
                 total = total + terms(lps[i], entropies[i], batch, i)
             if per_token_loss:
-                summed, count = batch.summed_loss(total, per)
+                summed, count = batch.summed_loss(total)
                 return summed, count, {"sum": float(total.detach())}
-            return batch.averaged_loss(total, per), {"sum": float(total.detach())}
+            return batch.averaged_loss(total), {"sum": float(total.detach())}
 
         return output, loss_func
 
@@ -191,12 +214,15 @@ def run(cfg, chunks, batches, loss, plain=False, per_token_loss=False):
     for chunk in wrapped:
         for name, parameter in small_gpt.global_names(chunk.module).items():
             gradients[name] = (parameter.main_grad.clone(), *_sharding(parameter))
+        for name, buffer in chunk.named_buffers():
+            if name.endswith("expert_bias"):
+                gradients[name] = (buffer.clone(), 1, 0, -1, 1)
     total = None
     if reported:
         totals = batches[0].totals
         total = torch.tensor([sum(r["sum"] for r in reported)], dtype=torch.float64)
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        total = total.item() / (totals.trajectories if per == "trajectory" else totals.loss_tokens)
+        total = total.item() / totals.count
     return gradients, total, len(batches)
 
 
@@ -237,6 +263,21 @@ def difference(ranks, reference):
     for loss in losses:
         worst = max(worst, (abs(loss - reference[0][1]) / abs(reference[0][1]), "loss"))
     assert losses
+    return worst
+
+
+def difference_by_rank(ranks, others):
+    """The same for two runs in one layout, rank by rank."""
+    worst = (0.0, "")
+    for (gradients, loss, _), (want, want_loss, _) in zip(ranks, others, strict=True):
+        assert gradients.keys() == want.keys() and (loss is None) == (want_loss is None)
+        top = max(float(value[0].abs().max()) for value in want.values())
+        for name, (value, *_) in want.items():
+            assert torch.isfinite(value).all() and top > 1e-3, name
+            error = (gradients[name][0] - value).abs().max() / max(float(value.abs().max()), 1e-4 * top)
+            worst = max(worst, (float(error), name))
+        if loss is not None:
+            worst = max(worst, (abs(loss - want_loss) / abs(want_loss), "loss"))
     return worst
 
 
