@@ -373,3 +373,11 @@ def require_zstandard(error: type[Exception] = RuntimeError):
     except ImportError:
         raise error("the entropy encoding needs the zstandard package: pip install zstandard") from None
     return zstandard
+
+
+def has_zstandard() -> bool:
+    try:
+        require_zstandard(ImportError)
+    except ImportError:
+        return False
+    return True

@@ -46,6 +46,7 @@ class Record:
 
     Either ``bits`` of the whole tensor and no ``index``, or ``index`` int64 [n] and ``bits`` [n] of the
     changes. With ``relative``, ``bits`` are distances in units in the last place from the receiver's values.
+    ``group_index`` counts from the start of the group, in which the tensor begins at ``start``.
     """
 
     name: str

@@ -123,8 +123,8 @@ class Receiver:
 
     Args:
         targets: name → :class:`Target`, for every name a payload may use.
-        groups: names that must all be covered by a dense sync, as groups: names of one group share storage
-            (tied weights), and one of them is enough. By default every name is a group of its own.
+        groups: what a dense sync must cover: the names of one group share storage (tied weights), and one of
+            them is enough. By default every name is a group of its own.
         peers: the ranks that hold one sharded model together; None when this process holds full tensors. All
             of them apply a payload, or none does.
         keep_undo: whether a dense sync keeps the replaced values until it is proven, at the price of a copy
@@ -272,7 +272,8 @@ class Receiver:
             if stale or (same and not self.poisoned):
                 raise RepeatedVersion(
                     f"dense payload is version {manifest.version} of lineage {manifest.lineage}, "
-                    f"this receiver holds {held} of {lineage}"
+                    "this receiver "
+                    f"holds {held} of {lineage}"
                 )
             return
         first, last = manifest.base
@@ -415,7 +416,8 @@ class Receiver:
                 self.poisoned = True
                 return ReceiverPoisoned(
                     f"the weights had drifted from version {self.version} before this update: "
-                    f"{drifted[:10]}; dense sync needed"
+                    f"{drifted[:10]}; "
+                    "dense sync needed"
                 )
         return FingerprintMismatch(text, wrong)
 

@@ -140,7 +140,10 @@ def _round(sender, transport, fill, names, report, *, dense: bool, again: bool) 
     with _range("weight_sync.deliver"):
         answers = transport.deliver(payload, names)
     report.encode_ms += 1e3 * (encoded - start)
-    report.deliver_ms += 1e3 * (time.perf_counter() - encoded)
+    seconds = time.perf_counter() - encoded
+    report.deliver_ms += 1e3 * seconds
+    if sender.chooser is not None:
+        sender.chooser.observe(payload.nbytes, seconds)
     report.elements = payload.stats["elements"]
     report.changed = max(report.changed, payload.stats["changed"])
     if dense:

@@ -55,23 +55,22 @@ class EngineReceiver(Receiver):
 
         Raises:
             UnsupportedLayout: from the first dense payload, when a tensor's live form cannot be reached by
-                deltas. The engine then holds the payload's weights, loaded by its own loader, but stays
-                without a version.
+                deltas. After this or any other error of the first payload, once it was read, the engine holds
+                the payload's weights, loaded by its own loader, and this receiver still has no version.
         """
         if not isinstance(payload, Payload):
             payload = self._together(lambda: Payload.from_bytes(payload))
-        if not self.probed:
-            self._learn(payload)
-        return super().apply(payload)
-
-    def _learn(self, payload: Payload) -> None:
+        if self.probed:
+            return super().apply(payload)
         records = self._together(lambda: self._read_all(payload))
         table = {record.name: (record.shape, record.dtype) for record in records}
         try:
             found = self._together(lambda: discover(table, self._live, self._load, self._batch_elements))
             self._bind(found, _groups(found))
+            return super().apply(payload)
         except WeightSyncError:
             # The live weights are patterns now; let the engine load the payload in its own way.
+            self._bind({}, None)
             self._load((record.name, record.bits.view(record.dtype).view(record.shape)) for record in records)
             self._after_writing()
             raise

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import resource
 from pathlib import Path
 
@@ -19,6 +20,14 @@ from megatron.weight_sync.fingerprints import bits_of
 spec = importlib.util.spec_from_file_location("plain_decoder", Path(__file__).with_name("plain_decoder.py"))
 plain = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(plain)
+
+FULL = os.environ.get("TEST_FULL") == "1"
+
+
+def fuzz(examples):
+    """Fixed examples in the usual run, many random ones in the full one."""
+    return settings(max_examples=examples * (50 if FULL else 1), deadline=None, derandomize=not FULL)
+
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -193,7 +202,7 @@ arrays = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@fuzz(300)
 @given(
     head=heads, parts=st.dictionaries(names, arrays, max_size=5), numel=st.sampled_from([0, 3, 100, 1 << 40])
 )
@@ -215,7 +224,7 @@ def valid_group():
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@fuzz(300)
 @given(st.data())
 def test_decoder_answers_damaged_groups(data):
     """Well-formed parts with bytes changed, cut or swapped, as if the digest had been made after the
@@ -244,7 +253,7 @@ def test_decoder_answers_damaged_groups(data):
     assert bool((index[1:] > index[:-1]).all())
 
 
-@settings(max_examples=300, deadline=None)
+@fuzz(300)
 @given(st.binary(max_size=300) | json_values.map(lambda v: wrap(json.dumps(v).encode())))
 def test_reader_answers_any_bytes(data):
     with pytest.raises(ws.WeightSyncError):
@@ -283,7 +292,7 @@ entries = st.dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@fuzz(300)
 @given(metadata, entries, st.sampled_from([None, (1, 1)]))
 def test_reader_answers_any_bucket_with_a_valid_digest(meta, parts, base):
     data, digest = container.write(parts, meta)
@@ -296,7 +305,7 @@ def test_reader_answers_any_bucket_with_a_valid_digest(meta, parts, base):
         assert record.index is None or bool((record.index < record.numel).all())
 
 
-@settings(max_examples=200, deadline=None)
+@fuzz(200)
 @given(
     st.dictionaries(
         st.sampled_from(["base", "buckets", "names", "fingerprint", "version", "lineage", "model_id"]),

@@ -240,6 +240,23 @@ def test_two_names_of_one_parameter():
         receiver.apply(dense(sender, tensors))
 
 
+def test_a_first_payload_that_does_not_hold_leaves_no_patterns():
+    tensors = models.checkpoint(8)
+    engine, loaded = models.Engine(), models.Engine()
+    receiver = EngineReceiver(calls.live_tensors(engine), engine.load_weights)
+    sender = ws.Sender("m", lineage=1)
+    update = sender.begin()
+    for name, tensor in tensors.items():
+        update.add_dense(name, tensor)
+    wrong = {**ws.fingerprint(tensors), "model.norm.weight": 5}
+    with pytest.raises(ws.FingerprintMismatch, match=r"model\.norm\.weight"):
+        receiver.apply(update.finish(wrong))
+    loaded.load_weights(tensors.items())
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), loaded.parameters(), strict=True))
+    assert receiver.version is None and not receiver.probed
+    assert receiver.apply(dense(sender, tensors)).version == 2
+
+
 def test_failed_update_is_taken_back_with_what_is_derived():
     tensors = models.checkpoint(8)
     engine = models.Engine()

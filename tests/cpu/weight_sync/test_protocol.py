@@ -2,6 +2,7 @@
 at that version, every fault is healed or raised, and in the end everyone holds the trainer's weights."""
 
 import itertools
+import os
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.weight_sync import receiver as receiver_module
 from megatron.weight_sync.fingerprints import bits_of
 
 STORE = receiver_module._store
+FULL = os.environ.get("TEST_FULL") == "1"  # long walks
 
 
 class Model(nn.Module):
@@ -236,7 +238,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("encodings", [("raw",), ("packed",), ("raw", "packed", "entropy")], ids="+".join)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(40 if FULL else 2))
 def test_two_hundred_random_steps(seed, encodings):
     world = World(seed, encodings)
     raised = healed = 0
@@ -312,7 +314,12 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestProtocol.settings = settings(
+    max_examples=1500 if FULL else 40,
+    stateful_step_count=50 if FULL else 25,
+    deadline=None,
+    derandomize=not FULL,
+)
 
 
 # ---- single properties -------------------------------------------------------------------------------------
