@@ -174,12 +174,15 @@ def test_refused_update_is_taken_back_on_the_device():
 RECEIVER = """
 import json, sys, torch
 import megatron.weight_sync as ws
+from megatron.weight_sync.engines.vllm import decode
 from megatron.weight_sync.transport.cuda_ipc import import_containers
 torch.manual_seed(2)
 live = torch.nn.Linear(65, 129).cuda().to(torch.bfloat16)
 receiver = ws.ModuleReceiver(live)
 for line in sys.stdin:
-    containers = import_containers(json.loads(line))
+    said = json.loads(line)
+    # bare handles, or as the vLLM adapter packs them
+    containers = [t for _, t in decode(said)] if isinstance(said, dict) else import_containers(said)
     ack = receiver.apply(containers)
     del containers
     sums = ws.fingerprint(dict(live.state_dict()))
@@ -189,6 +192,7 @@ for line in sys.stdin:
 
 def test_cuda_ipc_between_two_processes_on_one_gpu():
     from megatron import weight_sync as ws
+    from megatron.weight_sync.engines.vllm import encode
     from megatron.weight_sync.transport.cuda_ipc import export_payload
 
     tensors = {n: t.bfloat16() for n, t in torch.nn.Linear(65, 129).cuda().state_dict().items()}
@@ -207,6 +211,8 @@ def test_cuda_ipc_between_two_processes_on_one_gpu():
             old = step(tensors, 0.1)
         payload = fill(sender.begin(), tensors, old)
         handles = export_payload(payload)
+        if k % 2:
+            handles = encode([(f"container/{i}", piece) for i, piece in enumerate(payload.containers())])
         process.stdin.write(json.dumps(handles) + "\n")
         process.stdin.flush()
         version, fingerprint, live = json.loads(process.stdout.readline())

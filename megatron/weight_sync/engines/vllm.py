@@ -21,6 +21,7 @@ from megatron.weight_sync.engines import calls
 from megatron.weight_sync.engines.receiver import EngineReceiver, refuse_quantised
 from megatron.weight_sync.errors import CorruptPayload
 from megatron.weight_sync.receiver import Peers
+from megatron.weight_sync.transport import cuda_ipc
 
 BACKEND = "megatron_weight_sync"
 
@@ -41,20 +42,34 @@ def register() -> None:
 
 
 def encode(named: calls.Named) -> dict:
-    """Named uint8 tensors as JSON values, for the calls that vLLM passes to its workers."""
-    return {"named": [[name, base64.b64encode(t.cpu().numpy().tobytes()).decode()] for name, t in named]}
+    """Named uint8 tensors as JSON values, for the calls that vLLM passes to its workers.
+
+    Tensors on a GPU travel as CUDA IPC handles: the workers must see that GPU, and the payload must live
+    until they have answered (:class:`EngineTransport` keeps it). Tensors in host memory travel in the call,
+    as base64: right for deltas; for a dense sync of a large model use a GPU, or a directory.
+    """
+    pairs = []
+    for name, tensor in named:
+        if tensor.is_cuda:
+            pairs.append([name, cuda_ipc.share(tensor)])
+        else:
+            pairs.append([name, base64.b64encode(tensor.numpy().tobytes()).decode()])
+    return {"named": pairs}
 
 
 def decode(update_info: dict) -> calls.Named:
     """The inverse of :func:`encode`."""
+    out = []
     try:
-        pairs = [
-            (str(name), bytearray(base64.b64decode(data, validate=True)))
-            for name, data in update_info["named"]
-        ]
+        for name, data in update_info["named"]:
+            if isinstance(data, dict):
+                out.append((str(name), cuda_ipc.open_shared(data)))
+            else:
+                raw = bytearray(base64.b64decode(data, validate=True))
+                out.append((str(name), torch.frombuffer(raw, dtype=torch.uint8)))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptPayload(f"not a weight-sync update: {error}") from None
-    return [(name, torch.frombuffer(data, dtype=torch.uint8)) for name, data in pairs if data]
+    return out
 
 
 def serve(model: torch.nn.Module, update_info: dict, device=None):

@@ -336,6 +336,35 @@ def test_no_allocation_beyond_the_payload():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10  # kilobytes
 
 
+def test_a_frame_of_another_size_is_never_decompressed(monkeypatch):
+    zstandard = pytest.importorskip("zstandard")
+    plane = torch.frombuffer(bytearray(zstandard.compress(bytes(100))), dtype=torch.uint8)
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", None)
+    head = {"encoding": "entropy", "codec": "zstd", "gap": 8, "value": "bits", "count": 5}
+    with pytest.raises(ws.CorruptPayload, match="does not hold 5 bytes"):
+        codec.decode_group(head, {"gap8.0": plane}, 100, 2, 100)
+
+
+@pytest.mark.parametrize("index", [[-1, 3], [2, 10], [3, 3], [4, 2], [1 << 30, 5]], ids=str)
+def test_raw_indices_that_do_not_fit(index):
+    parts = {"index": torch.tensor(index, dtype=torch.int32), "value": torch.zeros(2, dtype=torch.int16)}
+    with pytest.raises(ws.CorruptPayload, match=r"outside|rise"):
+        codec.decode_group({"encoding": "raw", "count": 2}, parts, 10, 2, 10)
+
+
+@pytest.mark.parametrize("gap", [[10], [0, 9], [1 << 62, 5], [(1 << 63) - 1, 1], [5, -7]], ids=str)
+def test_gaps_that_do_not_fit(gap):
+    """Sums that would wrap around, too."""
+    wide = torch.tensor(gap)
+    parts = {
+        "gap16": torch.full((len(gap),), -1, dtype=torch.int16).view(torch.uint16),
+        "gap64": wide,
+        "value": torch.zeros(len(gap), dtype=torch.int16),
+    }
+    with pytest.raises(ws.CorruptPayload, match=r"outside|negative"):
+        codec.decode_group({"encoding": "packed", "count": len(gap), "gap": 16}, parts, 10, 2, 10)
+
+
 def test_entropy_without_zstandard_says_what_to_install(monkeypatch):
     import sys
 

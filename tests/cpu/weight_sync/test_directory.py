@@ -189,6 +189,12 @@ def test_later_lineage_takes_over(where):
     assert follower.poll() == 0 and holds(module, other.weights)
 
 
+def cheapest_ways(trainer, followers):
+    entries = trainer.transport.entries()
+    held = [follower.receiver.version for _, follower in followers]
+    return [[e.folder for e in way(entries, version)] for version in held if version is not None]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_garbage_collection_breaks_no_chain(where, seed):
     """Random walks of readers and collections: everyone who answered, and anyone new, always reaches the
@@ -207,7 +213,9 @@ def test_garbage_collection_breaks_no_chain(where, seed):
             follower.poll()
             assert holds(module, trainer.weights)
         if rng.random() < 0.3:
+            ways = cheapest_ways(trainer, followers)
             trainer.transport.collect_garbage()
+            assert cheapest_ways(trainer, followers) == ways  # nobody is sent the long way round
             new_module, new = reader(where, "new")
             while new._path({}):
                 new.receiver.apply(new.read(new._path({})[0]))

@@ -450,7 +450,26 @@ def test_silent_and_failing_engines(mailbox):
 def test_not_a_call():
     with pytest.raises(ws.CorruptPayload, match="no weight-sync call"):
         calls.serve([("w", torch.zeros(3))], 0, None)
-    with pytest.raises(ws.CorruptPayload, match="not a weight-sync update"):
-        vllm.decode({"named": [["x", "%"]]})
+    for wrong in ({"named": [["x", "%"]]}, {"named": [["x", 5]]}, {}, {"named": 3}):
+        with pytest.raises(ws.CorruptPayload, match="not a weight-sync update"):
+            vllm.decode(wrong)
+    with pytest.raises(ws.CorruptPayload, match="not a CUDA IPC handle"):
+        vllm.decode({"named": [["x", {"gpu": "GPU-0"}]]})
     with pytest.raises(ValueError, match="a mailbox is"):
         Mailbox("tcp://nowhere")
+
+
+def test_cuda_ipc_handles_are_checked_before_use():
+    from megatron.weight_sync.transport import cuda_ipc
+
+    names = ("handle", "counter_handle", "event_handle")
+    good = {**dict.fromkeys(names, "AAAA"), "gpu": "GPU-0", "event": True, "storage_bytes": 10}
+    good |= {"storage_offset": 0, "counter_offset": 0, "begin": 2, "bytes": 8}
+    for wrong in ({"begin": 3}, {"bytes": -1}, {"bytes": True}, {"handle": "%"}, {"gpu": None, "bytes": "8"}):
+        with pytest.raises(ws.CorruptPayload, match="CUDA IPC handle"):
+            cuda_ipc.open_shared({**good, **wrong})
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="needs a CUDA device"):
+            cuda_ipc.open_shared(good)
+        with pytest.raises(RuntimeError, match="needs a CUDA device"):
+            cuda_ipc.export_payload(dense(ws.Sender("m"), {"w": torch.ones(3)}))
