@@ -27,11 +27,11 @@ from benchmarks.recording import Recording, device_name  # noqa: E402
 from patchset import upstream  # noqa: E402
 
 
-def run(tree):
+def run(tree, only):
     """The figures of one start of two ranks on a tree."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "benchmarks/pipeline_worker.py"), "time"]
+    command += [str(ROOT / "benchmarks/pipeline_worker.py"), "time", *only]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
     if done.returncode or not lines:
@@ -47,6 +47,7 @@ def main():
     parser.add_argument("--patched", type=Path, default=ROOT / "build/tree")
     parser.add_argument("--upstream", type=Path, help="an unpacked sdist; else the pinned one")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=[], help="names of layouts, for instance 'PP2 x VPP2'")
     options = parser.parse_args()
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         print(f"needs two GPUs, here is one {device_name()}: nothing measured")
@@ -59,7 +60,7 @@ def main():
         rounds = {name: [] for name in trees}
         for i in range(options.rounds):
             for name in sorted(trees, reverse=bool(i % 2)):
-                rounds[name].append(run(trees[name]))
+                rounds[name].append(run(trees[name], options.only))
                 print(f"round {i + 1}, {name}: {json.dumps(rounds[name][-1])}", flush=True)
 
     recording = Recording("p2p")

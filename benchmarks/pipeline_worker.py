@@ -236,11 +236,13 @@ def one_communicator_cases():
     return ONE_COMMUNICATOR if pipeline_overlap_group else ()
 
 
-def measure():
-    """{case: {metric: value}}"""
+def measure(only=()):
+    """{case: {metric: value}}; of the layouts in ``only``, or of everything."""
     size, result = (BIG, {}) if CUDA else (SMALL, {})
     repeats = 6 if CUDA else 2
     for name, alone in [(n, False) for n in LAYOUTS] + [(n, True) for n in one_communicator_cases()]:
+        if only and (name not in only or alone):
+            continue
         layout = dict(LAYOUTS[name])
         vpp = layout.get("vpp")
         with Groups(2, vpp, alone):
@@ -258,7 +260,7 @@ def measure():
             del chunks, step
         if CUDA:
             torch.cuda.empty_cache()
-    if CUDA:
+    if CUDA and not only:
         for mib in (64, 256):
             with Groups(2):
                 result[f"exchange {mib} MiB"] = {"exchange": step_ms(exchange(mib), repeats) / 10}
@@ -295,7 +297,7 @@ if __name__ == "__main__":
     if CUDA:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if CUDA else "gloo")
-    figures = {"time": measure, "check": check}[sys.argv[1]]()
+    figures = measure(sys.argv[2:]) if sys.argv[1] == "time" else check()
     if dist.get_rank() == 0:
         import megatron.core
 
