@@ -82,20 +82,23 @@ class _Export:
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, torch.Tensor]]:
-        side = None
-        if self.cuda:
-            side = torch.cuda.Stream(self.device)
+        # Packing and gathering run on a stream of their own; what is handed out, on the caller's.
+        side = torch.cuda.Stream(self.device) if self.cuda else None
+        if side:
             side.wait_stream(torch.cuda.current_stream(self.device))
-        ahead = None
+        ahead = done = None
         for bucket in [*self.steps.buckets, None]:
             started = None
             if bucket is not None:
+                if done:  # else the host would run on, and every bucket be in memory at once
+                    done.synchronize()
                 with torch.cuda.stream(side):
-                    started = bucket, *self.start(bucket)
+                    started = bucket, *self.start(bucket), side.record_event() if side else None
             if ahead is not None:
                 yield from self.finish(*ahead)
             ahead = started
             del started
+            done = torch.cuda.current_stream(self.device).record_event() if side else None
 
     # Gathering.
 
@@ -160,11 +163,12 @@ class _Export:
 
     # Handing out.
 
-    def finish(self, bucket: Bucket, held, works) -> Iterator[tuple[str, torch.Tensor]]:
+    def finish(self, bucket: Bucket, held, works, packed) -> Iterator[tuple[str, torch.Tensor]]:
         for work in works:
             work.wait()
-        if self.cuda:
+        if packed is not None:
             current = torch.cuda.current_stream(self.device)
+            current.wait_event(packed)
             for bytes_ in held:
                 if bytes_ is not None:
                     bytes_.record_stream(current)

@@ -7,7 +7,7 @@ parameters, which at TP 1, for grouped experts and for duplicated layers do not 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -453,16 +453,7 @@ class _Reader:
                 if single is not None and single.dim() == (3 if kind == "weight" else 2):
                     numel = single[0].numel()
                     parts = [
-                        Piece(
-                            p.role,
-                            p.scope,
-                            p.layer,
-                            p.expert,
-                            p.shape,
-                            p.start,
-                            p.local_offset + i * numel,
-                            p.loops,
-                        )
+                        replace(p, local_offset=p.local_offset + i * numel)
                         for i, at in enumerate(where)
                         for p in pieces(kind, single.shape[1:], at)
                     ]
@@ -472,7 +463,7 @@ class _Reader:
                         parts,
                         replicated=replicated,
                         expert=True,
-                        global_path=f"{full}.{name}.{kind}",
+                        global_path=f"{full}.{name}.{kind}{where[0].expert}-{where[-1].expert}",
                     )
                     continue
                 for i, at in enumerate(where):

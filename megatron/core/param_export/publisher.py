@@ -1,9 +1,9 @@
 """A trainer's weights as a stream of versions: the export plan, the sparse diff and the sender together.
 
-    publisher = Publisher(plan, diff, sender)      # on every rank; the sender on one rank, None on the others
-    payload = publisher.publish()                  # collective; a Payload on the sending rank, else None
-    ack = receiver.apply(payload)                  # wherever the rollout model is
-    publisher.acknowledge({"engine": ack})         # collective; the acks on the sending rank
+publisher = Publisher(plan, diff, sender)      # on every rank; the sender on one rank, None on the others
+payload = publisher.publish()                  # collective; a Payload on the sending rank, else None
+ack = receiver.apply(payload)                  # wherever the rollout model is
+publisher.acknowledge({"engine": ack})         # collective; the acks on the sending rank
 """
 
 from __future__ import annotations
