@@ -184,6 +184,18 @@ def test_ten_thousand_short_trajectories():
     assert plan.tokens.packed <= 1.01 * plan.tokens.lower_bound
 
 
+@pytest.mark.parametrize("convert", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_a_plan_keeps_what_it_was_given(convert):
+    tokens, values = convert([1, 2, 3]), convert([0.0, 1.0, 2.0])
+    given = [Trajectory(tokens, [0, 1, 1], {"a": values}), Trajectory([1, 2, 4], [0, 1, 1], {"a": values})]
+    plan = plan_micro_batches(given, 8)
+    tokens += 5  # a rollout buffer that is filled anew
+    values += 5
+    batch = plan.micro_batch(0, 0)
+    assert sorted(batch.tokens[0].tolist()) == [1, 2, 3, 4]
+    assert batch.values_L["a"].tolist() == [0, 1, 2, 0, 1, 2]
+
+
 @pytest.mark.parametrize("loss_per, count", [("token", 4), ("trajectory", 10)])
 def test_loss_scales(loss_per, count):
     two = trajectories([[1, 2, 3], [1, 2]])

@@ -61,7 +61,30 @@ def test_empty_parts_missing_masks_and_own_names():
     np.testing.assert_array_equal(own.values["kl"], [[0, 0], [1, 2], [3, 4]])
 
 
+def test_arrays_and_tensors_are_taken_as_lists_are():
+    import torch
+
+    record = {"tokens": [1, 2, 3], "response_length": 2, "loss_mask": [1, 0], "advantages": [1.0, 2.0]}
+    (wanted,) = trajectories_from_records([record])
+    for convert in (np.array, torch.tensor, lambda v: tuple(v) if isinstance(v, list) else np.int64(v)):
+        (got,) = trajectories_from_records([{name: convert(value) for name, value in record.items()}])
+        assert got.tokens.tolist() == wanted.tokens.tolist() == [1, 2, 3]
+        assert got.loss_mask.tolist() == [0, 1, 0]
+        assert got.values["advantages"].tolist() == [0, 1, 2] and not got.trajectory_values
+    record["advantages"] = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    assert trajectories_from_records([record])[0].values["advantages"].tolist() == [0, 1, 2]
+    record["advantages"] = torch.tensor(0.5)  # of the whole trajectory
+    assert trajectories_from_records([record])[0].trajectory_values == {"advantages": 0.5}
+
+
 REFUSED = {
+    "text": ({"prompt_ids": "ab", "response_ids": [1]}, r"prompt_ids must be a list of token ids, got shape"),
+    "no tokens": ({"tokens": None, "response_length": 0}, r"tokens must be a list of token ids, got shape"),
+    "ragged": ({"tokens": [1, [2]], "response_length": 0}, r"tokens is no array of numbers: "),
+    "bool": (
+        {"tokens": [1, 2], "response_length": True},
+        r"response_length must be an integer in \[0, 2\], got True",
+    ),
     "fields": ({"tokens": [1]}, r"expected the fields tokens and response_length, or .* got \['tokens'\]"),
     "length": (
         {"tokens": [1], "response_length": 2},

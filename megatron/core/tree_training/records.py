@@ -10,10 +10,12 @@ Both may carry per-token values of the response and anything about the trajector
 
 import json
 from collections.abc import Iterable, Mapping
+from operator import index
 
 import numpy as np
+import torch
 
-from megatron.core.tree_training.trajectory import Trajectory
+from megatron.core.tree_training.trajectory import Trajectory, _array
 
 RESPONSE_VALUES = (
     "rollout_log_probs",
@@ -29,8 +31,9 @@ RESPONSE_VALUES = (
 def trajectory_from_record(number, record, response_values=RESPONSE_VALUES):
     """One record as a Trajectory.
 
-    A list under a name in `response_values` has one entry for each response token and is filled with zeros
-    over the prompt; every other field is a value of the trajectory. A missing mask trains the whole response.
+    A list, array or tensor under a name in `response_values` has one entry for each response token and is
+    filled with zeros over the prompt; every other field is a value of the trajectory. A missing mask trains
+    the whole response.
 
     Raises:
         ValueError: naming the trajectory, when fields are missing or lengths disagree.
@@ -39,12 +42,21 @@ def trajectory_from_record(number, record, response_values=RESPONSE_VALUES):
     def refuse(problem):
         raise ValueError(f"trajectory {number}: {problem}")
 
+    def ids(name):
+        try:
+            found = _array(record[name])
+        except ValueError as error:  # a ragged list
+            refuse(f"{name} is no array of numbers: {error}")
+        if found.ndim != 1:
+            refuse(f"{name} must be a list of token ids, got shape {found.shape}")
+        return found
+
     if "tokens" in record and "response_length" in record:
-        tokens, response = np.asarray(record["tokens"]), record["response_length"]
+        tokens, response = ids("tokens"), record["response_length"]
         mask, used = record.get("loss_mask"), {"tokens", "response_length", "loss_mask"}
         mask_name = "loss_mask"
     elif "prompt_ids" in record and "response_ids" in record:
-        prompt_ids, response_ids = np.asarray(record["prompt_ids"]), np.asarray(record["response_ids"])
+        prompt_ids, response_ids = ids("prompt_ids"), ids("response_ids")
         response = len(response_ids)
         # An empty list is an array of floats: it must not make floats of the tokens.
         tokens = np.concatenate([part for part in (prompt_ids, response_ids) if part.size] or [prompt_ids])
@@ -55,12 +67,18 @@ def trajectory_from_record(number, record, response_values=RESPONSE_VALUES):
             "expected the fields tokens and response_length, or prompt_ids and response_ids, "
             f"got {sorted(record)}"
         )
-    if not isinstance(response, int) or not 0 <= response <= len(tokens):
+    try:
+        whole = None if isinstance(response, bool) else index(response)  # NumPy's and torch's integers too
+    except TypeError:
+        whole = None
+    if whole is None or not 0 <= whole <= len(tokens):
         refuse(f"response_length must be an integer in [0, {len(tokens)}], got {response!r}")
+    response = whole
     prompt = len(tokens) - response
 
     def over_response(name, value):
-        value = np.asarray(value)
+        # NumPy has no bfloat16.
+        value = _array(value.float() if getattr(value, "dtype", None) == torch.bfloat16 else value)
         if value.shape[:1] != (response,):
             refuse(f"{name} must have {response} entries like the response, got shape {value.shape}")
         return np.concatenate([np.zeros((prompt, *value.shape[1:]), value.dtype), value])
@@ -70,7 +88,8 @@ def trajectory_from_record(number, record, response_values=RESPONSE_VALUES):
     for name, value in record.items():
         if name in used:
             continue
-        if name in response_values and isinstance(value, (list, np.ndarray)):
+        per_token = isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and getattr(value, "ndim", 1)
+        if name in response_values and per_token:
             value = over_response(name, value)
             values[name] = value.astype(np.float32) if value.dtype == np.float64 else value
         else:

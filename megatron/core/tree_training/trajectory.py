@@ -51,8 +51,10 @@ def _array(value):
 
 
 def _tensor(value):
-    # as_tensor would share a caller's array, which may change before the batch is used.
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(np.asarray(value))
+    # A copy: a caller's array may change before a plan makes its batches.
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return torch.tensor(np.asarray(value))
 
 
 def check(number, trajectory, vocab_size=None):
@@ -129,7 +131,7 @@ def check(number, trajectory, vocab_size=None):
             refuse(f"identity must have {length} rows like tokens, got shape {shape}")
         identity = identity.reshape(length, identity.size // length).view(np.uint8)
     return CheckedTrajectory(
-        tokens=tokens.astype(np.int64, copy=False),
+        tokens=tokens.astype(np.int64),  # a copy, as above
         loss_mask=torch.tensor(mask.astype(bool)),
         values=values,
         trajectory_values=dict(trajectory.trajectory_values),
