@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from megatron.weight_sync.container import parse_json
 from megatron.weight_sync.engines.mailbox import Mailbox
 from megatron.weight_sync.errors import CorruptPayload, PeerFailed
 from megatron.weight_sync.payload import Payload
@@ -108,10 +109,11 @@ def serve(
     containers, call = [], None
     for name, tensor in named:
         if name == CALL:
-            call = json.loads(tensor.cpu().numpy().tobytes())
+            call = parse_json(tensor.cpu().numpy().tobytes())
         elif name.startswith(CONTAINER):
             containers.append(tensor)
-    if not isinstance(call, dict) or call.get("do") not in ("apply", "status"):
+    whole = isinstance(call, dict) and all(isinstance(call.get(key), str) for key in ("do", "key", "mailbox"))
+    if not whole or call["do"] not in ("apply", "status"):
         raise CorruptPayload("these tensors are no weight-sync call")
     try:
         answer = receiver().apply(containers) if call["do"] == "apply" else receiver().status()

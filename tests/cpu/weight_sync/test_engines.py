@@ -450,6 +450,9 @@ def test_silent_and_failing_engines(mailbox):
 def test_not_a_call():
     with pytest.raises(ws.CorruptPayload, match="no weight-sync call"):
         calls.serve([("w", torch.zeros(3))], 0, None)
+    for text in (b"{", b"[]", b'{"do": "apply"}', b'{"do": [], "key": "a", "mailbox": "b"}', b"\xff"):
+        with pytest.raises(ws.CorruptPayload):
+            calls.serve([(calls.CALL, torch.frombuffer(bytearray(text), dtype=torch.uint8))], 0, None)
     for wrong in ({"named": [["x", "%"]]}, {"named": [["x", 5]]}, {}, {"named": 3}):
         with pytest.raises(ws.CorruptPayload, match="not a weight-sync update"):
             vllm.decode(wrong)
