@@ -139,7 +139,7 @@ def one_shape(rows, case, nodes, options, have_flash):
         for i, direction in enumerate(("forward", "backward")):
             plain[name, i] = tflops(times[i] / share, i)
             rows.add(case, f"{name} at as many pairs, {direction}", plain[name, i], "TF/s")
-    for backend in (["flash"] if have_flash else []) + ["flex"]:
+    for backend in (["flash"] if have_flash else []) + ([] if options.no_flex else ["flex"]):
 
         def run(backend=backend):
             return tree_attention(q, k, v, metadata, backend=backend)
@@ -166,6 +166,7 @@ def main():
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--v-dim", type=int, default=None)
+    parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out; it compiles long")
     parser.add_argument("--only", nargs="*", help="names of shapes")
     options = parser.parse_args()
     options.v_dim = options.v_dim or options.head_dim
