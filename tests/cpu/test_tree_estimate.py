@@ -36,7 +36,7 @@ def test_parameters_of_a_known_model():
     # Llama-3 8B: 8.03 billion parameters, 0.53 of them the input embedding, which multiplies nothing.
     cost = estimate.ModelCost.of(config(), 128256)
     assert cost.per_token / 2 == pytest.approx(7.50e9, rel=0.01)
-    assert cost.per_pair == 4 * 32 * 128 * 32
+    assert cost.per_pair == 4 * 32 * 128 * 32 and cost.pair_cost == pytest.approx(3.5e-5, rel=0.01)
     # Mixtral 8x7B: 12.9 billion of 46.7 are active.
     moe = config(num_moe_experts=8, moe_router_topk=2, add_bias_linear=False)
     assert estimate.ModelCost.of(moe, 32000).per_token / 2 == pytest.approx(12.75e9, rel=0.01)

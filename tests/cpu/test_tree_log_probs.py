@@ -169,3 +169,28 @@ def test_refusals():
         log_probs(logits[:, :2], batch)
     with pytest.raises(ValueError, match=r"vocab_size must lie in \[1, 23\].*got 24"):
         log_probs(logits, batch, vocab_size=24)
+
+
+def test_float16_module_can_leave_logits_in_bf16(single):
+    from megatron.core.transformer.module import Float16Module
+    from tests.dist import small_gpt
+
+    cfg = small_gpt.config(num_layers=1, params_dtype=torch.bfloat16)
+    model = Float16Module(cfg, small_gpt.build(cfg)[0])
+    batch = random_batch(8)
+    results = []
+    for upcast in (True, False):
+        logits = model(
+            batch.tokens,
+            batch.position_ids,
+            None,
+            packed_seq_params=batch.packed_seq_params,
+            fp32_output=upcast,
+        )
+        assert logits.dtype == (torch.float32 if upcast else torch.bfloat16)
+        model.zero_grad()
+        lp = log_probs(logits, batch)
+        lp.sum().backward()
+        results.append((lp.detach(), model.module.output_layer.weight.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-2, atol=1e-4)

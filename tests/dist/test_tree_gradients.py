@@ -7,12 +7,27 @@ and for dense models also the plain unpacked layout. fp64; MoE computes its rout
 
 import pytest
 
-from tests.dist.tree_trainer import BREAKS, CORE, FULL, ONE_BY_ONE, difference, difference_by_rank, step
+from tests.dist.tree_trainer import (
+    BREAKS,
+    CORE,
+    FULL,
+    ONE_BY_ONE,
+    difference,
+    difference_by_rank,
+    replay,
+    step,
+)
 
+# The fields that GPTModel reads, but that TransformerConfig does not have.
+YARN = dict(
+    yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=8, yarn_beta_fast=32.0,
+    yarn_beta_slow=1.0, yarn_mscale=1.0, yarn_mscale_all_dim=0.0, yarn_correction_range_round_to_int=True,
+)  # fmt: skip
 MODELS = {
     "gqa": dict(model={}),
     "tied": dict(model={}, options=dict(tied=True)),
     "partial-rope": dict(model={}, options=dict(rotary_percent=0.5)),
+    "yarn": dict(model={}, options=dict(position_embedding_type="yarn"), attributes=YARN),
     "mla-yarn": dict(model=dict(mla=True, rope_type="yarn")),
     "moe": dict(model=dict(moe=True)),
 }
@@ -168,3 +183,9 @@ def test_a_broken_rule_is_seen(world, name, broken):
     ranks = world(1, step, {}, loss="ppo", alter=broken, **MODELS[name], **options)
     error, _ = difference(ranks, reference(world, name, "ppo"))
     assert error > 1e-2
+
+
+@pytest.mark.parametrize("size, groups, model", [(1, {}, {}), (2, dict(tp=2), dict(sequence_parallel=True))])
+def test_recorded_routing_is_replayed_on_a_tree(world, size, groups, model):
+    for tree, chains, free in world(size, replay, groups, dict(moe=True, **model)):
+        assert (tree - chains).abs().max() < 1e-5 < 1e-2 < (free - chains).abs().max()

@@ -18,7 +18,14 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tree_training import Trajectory, log_probs_and_entropy, plan_micro_batches, trie
+from megatron.core.tree_training import (
+    Trajectory,
+    TreeBatch,
+    log_probs_and_entropy,
+    plan_micro_batches,
+    replay_experts,
+    trie,
+)
 from tests.dist import small_gpt
 from tests.dist.world import parallel
 
@@ -129,6 +136,7 @@ def step(
     seed=0,
     plain=False,
     linear=False,
+    attributes=None,
     options=None,
     per_token_loss=False,
     **plan,
@@ -137,11 +145,14 @@ def step(
 
     plain: unpacked upstream layout, a causal mask and no tree metadata. alter: a name in BREAKS.
     linear: the same trajectories in every micro-batch, unshared.
+    attributes: set on the config once it is made.
     plan: options of plan_micro_batches.
     """
     with parallel(**groups):
         model = {"params_dtype": torch.float64, "num_layers": 2, **model}
         cfg = small_gpt.config(**{"calculate_per_token_loss": per_token_loss, **model})
+        for name, value in (attributes or {}).items():
+            setattr(cfg, name, value)
         chunks = small_gpt.build(cfg, **(options or {}))
         planned = plan_micro_batches(
             trajectories(seed),
@@ -282,3 +293,61 @@ def difference_by_rank(ranks, others):
 
 
 ONE_BY_ONE = dict(share_prefixes=False, max_trajectories=1)
+
+
+def replay(groups, model):
+    """Record the routing of linear sequences, change the routers, replay it: on the tree, on the sequences,
+    not at all.
+
+    Returns the logits of every trajectory, end to end, for the three.
+    """
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    with parallel(**groups):
+        RouterReplay.clear_global_router_replay_instances()
+        cfg = small_gpt.config(num_layers=2, moe_enable_routing_replay=True, **model)
+        (chunk,) = small_gpt.build(cfg)
+        routers = [m for m in chunk.modules() if getattr(m, "router_replay", None) is not None]
+        multiple = 2 * groups.get("tp", 1)
+
+        @torch.no_grad()
+        def logits(batch):
+            out = chunk(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
+            return batch.unpack_linear(gather_from_tensor_model_parallel_region(out)[0])
+
+        given = trajectories()
+        chains = TreeBatch.from_trajectories(given, share_prefixes=False, pad_to_multiple_of=multiple)
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        logits(chains)
+        recorded = torch.stack([_whole(i, cfg) for i in RouterReplay.get_recorded_data()], dim=1)
+        experts = chains.unpack(recorded)
+        with torch.no_grad():
+            for number, router in enumerate(routers):
+                router.weight.copy_(
+                    torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(number))
+                )
+        tree = TreeBatch.from_trajectories(
+            [dataclasses.replace(t, identity=e) for t, e in zip(given, experts, strict=True)],
+            pad_to_multiple_of=multiple,
+        )
+        assert tree.packed_tokens < chains.packed_tokens
+        results = []
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        for batch in (tree, chains):
+            replay_experts(chunk, batch, experts)
+            results.append(logits(batch))
+        RouterReplay.clear_global_router_replay_action()
+        results.append(logits(chains))
+        RouterReplay.clear_global_router_replay_instances()
+        return results
+
+
+def _whole(indices, cfg):
+    """Recorded indices of all tokens, which sequence parallelism has spread over the ranks."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if not cfg.sequence_parallel:
+        return indices
+    parts = [torch.empty_like(indices) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, indices, group=group)
+    return torch.cat(parts)

@@ -1,7 +1,7 @@
 """Trajectories that share prefixes, trained as one packed tree with the gradients of the linear layout."""
 
 from megatron.core.tree_training.batch import StepTotals, TreeBatch
-from megatron.core.tree_training.estimate import SharingEstimate, share_or_not
+from megatron.core.tree_training.estimate import ModelCost, SharingEstimate, share_or_not
 from megatron.core.tree_training.log_probs import entropy, log_probs, log_probs_and_entropy
 from megatron.core.tree_training.moe import replay_experts
 from megatron.core.tree_training.plan import MicroBatchPlan, plan_micro_batches
@@ -10,6 +10,7 @@ from megatron.core.tree_training.trajectory import Trajectory
 
 __all__ = [
     "MicroBatchPlan",
+    "ModelCost",
     "SharingEstimate",
     "StepTotals",
     "Trajectory",

@@ -24,6 +24,11 @@ class ModelCost:
     per_pair: float
     """Of attention, for each (query, key) pair that it visits, over all layers."""
 
+    @property
+    def pair_cost(self):
+        """An attended pair in tokens, for `plan_micro_batches`."""
+        return self.per_pair / self.per_token
+
     @classmethod
     def of(cls, config, vocab_size):
         """From a TransformerConfig or MLATransformerConfig; experts count as often as a token is routed."""

@@ -117,7 +117,7 @@ def plan_micro_batches(
         TreeBatch.from_trajectories.
         micro_batch_multiple: the number of micro-batches on a rank becomes a multiple of it (interleaved
             pipeline schedules ask for a multiple of the pipeline size).
-        pair_cost: cost of an attended (query, key) pair, in tokens, for the balance.
+        pair_cost: cost of an attended (query, key) pair, in tokens, for the balance; see ModelCost.pair_cost.
 
     Returns:
         MicroBatchPlan. Every trajectory is in exactly one micro-batch.
