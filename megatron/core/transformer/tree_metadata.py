@@ -292,7 +292,6 @@ def _subtree_end(metadata: TreeMetadata) -> torch.Tensor:
     # Slot `count` is a sink above all roots; the padding node, if any, hangs there too.
     above = torch.full((count + 1,), count, dtype=torch.int64, device=device)
     parents = metadata.node_parent.long()
-    # masked_fill takes its number as an argument; torch.where would copy it to the device, and wait.
     above[: metadata.num_nodes] = parents.masked_fill(parents < 0, count)
     last = torch.arange(count + 1, device=device)
     for _ in range(max(count - 1, 0).bit_length()):
