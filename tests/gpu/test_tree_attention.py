@@ -232,7 +232,8 @@ def compiled(backend):
         return count + torch._dynamo.utils.counters["stats"]["unique_graphs"]
     from flash_attn.cute import interface
 
-    return count + len(interface._flash_attn_fwd.compile_cache) + len(interface._flash_attn_bwd.compile_cache)
+    caches = (interface._flash_attn_fwd.compile_cache, interface._flash_attn_bwd.compile_cache)
+    return count + sum(len(cache.cache) for cache in caches)
 
 
 @pytest.mark.parametrize("backend", backends())

@@ -1,7 +1,8 @@
 """Tree attention on flash-attn-4 (``flash_attn.cute``), forward and backward, Hopper and newer.
 
 The pack is one batch entry. Blocks of the attention matrix that a tree does not touch are skipped, blocks in
-which everything is visible run without a mask, and the rest evaluate ``key <= query < subtree_end[key]``.
+which everything is visible run without a mask, and the rest evaluate ``key <= query < subtree_end[key]`` (see
+``flash_masks``).
 Block lists come from per-block extremes of ``subtree_end`` (see ``intervals``).
 Measured on Hopper. Blackwell takes the same path and is untested.
 """
@@ -14,7 +15,7 @@ import importlib.metadata
 import torch
 
 from megatron.core.transformer.tree_attention.case import TreeAttentionCase
-from megatron.core.transformer.tree_attention.intervals import BlockLists, block_lists
+from megatron.core.transformer.tree_attention.intervals import block_lists
 from megatron.core.transformer.tree_metadata import TreeMetadata
 
 PACKAGE = "flash-attn-4"
@@ -73,19 +74,17 @@ def attend(
     forward, backward = metadata.cached(
         ("flash", size, window, deterministic), lambda m: _lists(m, size, window, deterministic)
     )
-    end_T = metadata.subtree_end
-    aux = [end_T] if window is None else [end_T, metadata.cached("position32", _position32)]
     out_1THD, lse_1HT = flash_attn_func(
         q[None],
         k[None],
         v[None],
         softmax_scale=softmax_scale,
         mask_mod=_mask(window),
-        aux_tensors=aux,
+        aux_tensors=mask_tensors(metadata, window),
         block_sparse_tensors=forward,
         block_sparse_tensors_bwd=backward,
         deterministic=deterministic,
-        return_lse=True,
+        return_lse=sink is not None,
     )
     if sink is not None:
         # One more logit s in the denominator: out * exp(lse) / (exp(lse) + exp(s)).
@@ -109,24 +108,36 @@ def block_sizes(head_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _lists(metadata: TreeMetadata, head_size: int, window: int | None, deterministic: bool):
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
+    from flash_attn.cute.block_sparsity import compute_dq_write_order
 
-    (fwd_q, fwd_k), (bwd_q, bwd_k) = block_sizes(head_size)
-
-    def four(q_block, k_block, transposed):
-        found = block_lists(metadata, q_block, k_block, transposed=transposed, window=window)
-        return tuple(part[None, None] for part in _fields(found))
-
-    forward = BlockSparseTensorsTorch(*four(fwd_q, fwd_k, False), block_size=(fwd_q, fwd_k))
-    backward = BlockSparseTensorsTorch(*four(bwd_q, bwd_k, True), block_size=(bwd_q, bwd_k))
+    forward_blocks, backward_blocks = block_sizes(head_size)
+    forward = sparse_tensors(metadata, forward_blocks, transposed=False, window=window)
+    backward = sparse_tensors(metadata, backward_blocks, transposed=True, window=window)
     if deterministic:
-        order, order_full = compute_dq_write_order(*four(bwd_q, bwd_k, False), *backward[:4])
+        rows = sparse_tensors(metadata, backward_blocks, transposed=False, window=window)
+        order, order_full = compute_dq_write_order(*rows[:4], *backward[:4])
         backward = backward._replace(dq_write_order=order, dq_write_order_full=order_full, spt=False)
     return forward, backward
 
 
-def _fields(found: BlockLists):
-    return found.partial_count, found.partial_index, found.full_count, found.full_index
+def sparse_tensors(metadata: TreeMetadata, blocks: tuple[int, int], *, transposed: bool, window: int | None):
+    """Block lists as flash-attn-4 takes them; ``blocks`` are tokens per (query, key) block."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    found = block_lists(metadata, *blocks, transposed=transposed, window=window)
+    parts = (found.partial_count, found.partial_index, found.full_count, found.full_index)
+    return BlockSparseTensorsTorch(*(part[None, None] for part in parts), block_size=blocks)
+
+
+def mask_tensors(metadata: TreeMetadata, window: int | None) -> list[torch.Tensor]:
+    """What the masks of ``flash_masks`` read, int32 [T] each."""
+    tensors = [metadata.cached("reach", _reach)]
+    return tensors if window is None else [*tensors, metadata.cached("position32", _position32)]
+
+
+def _reach(metadata: TreeMetadata) -> torch.Tensor:
+    end = metadata.subtree_end
+    return end - torch.arange(len(end), dtype=end.dtype, device=end.device)
 
 
 def _position32(metadata: TreeMetadata) -> torch.Tensor:
@@ -135,21 +146,6 @@ def _position32(metadata: TreeMetadata) -> torch.Tensor:
 
 @functools.cache
 def _mask(window: int | None):
-    """The mask as CuTe code; indices are Int32 vectors of one element."""
-    import cutlass
-    import cutlass.cute as cute
-    from flash_attn.cute.utils import scalar_to_ssa
+    from megatron.core.transformer.tree_attention import flash_masks
 
-    @cute.jit
-    def tree(batch, head, query, key, seqlen_info, aux_tensors):
-        end = scalar_to_ssa(aux_tensors[0][key[0]], cutlass.Int32)
-        return (key <= query) & (query < end)
-
-    @cute.jit
-    def tree_and_window(batch, head, query, key, seqlen_info, aux_tensors):
-        end = scalar_to_ssa(aux_tensors[0][key[0]], cutlass.Int32)
-        near = scalar_to_ssa(aux_tensors[1][key[0]] + window, cutlass.Int32)
-        at = scalar_to_ssa(aux_tensors[1][query[0]], cutlass.Int32)
-        return (key <= query) & (query < end) & (at <= near)
-
-    return tree if window is None else tree_and_window
+    return flash_masks.tree if window is None else flash_masks.tree_and_window(window)
