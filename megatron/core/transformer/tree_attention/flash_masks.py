@@ -3,11 +3,12 @@
 ``reach`` of a key is ``subtree_end[key] - key``, so that one unsigned comparison tells both ends of the
 interval: key <= query < subtree_end[key]. Indices are Int32 vectors of one element.
 
-The values are read by inline PTX without side effects. flash-attn-4 uses an element of the mask on one side of
-a branch (is the element inside the sequence?), and the compiler moves an ordinary load there, with its
-address: in the tiles that have the branch every element then waits for a load of its own. Assembly stays where
-it is, so a thread loads what its keys need once, ahead of the matrix product. Compiled for sm_90a, head size 128, instructions between S and P of a partial tile: backward 999 -> 417 (216 without a
-mask), forward 745 -> 605, and 1156 -> 807 in the first tile of a row (405 without a mask).
+The values are read by inline PTX without side effects. flash-attn-4 uses an element of the mask on one side
+of a branch (is the element inside the sequence?), and the compiler moves an ordinary load there, with its
+address: in tiles that have the branch every element then waits for a load of its own. Assembly stays where it
+is, so a thread loads what its keys need once, ahead of the matrix product. Compiled for sm_90a with head size
+128, instructions between S and P of a partial tile: backward 999 -> 417 (216 without a mask), forward
+745 -> 605, and 1156 -> 807 in the first tile of a row (405 without a mask).
 """
 
 import cutlass
