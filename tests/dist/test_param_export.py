@@ -391,3 +391,33 @@ def test_fingerprint_shares_of_the_owners_add_up(world):
     fields, path, _, _ = reference("gpt_oss")
     for everyone, want in world(4, shares, fields, path):
         assert add(*everyone) == want
+
+
+def replaced(fields):
+    """Replace a parameter on one rank, then one by its equal in place, which is no replacement."""
+    import torch.distributed as dist
+
+    from megatron.core.param_export import build_plan, export, export_changed
+    from tests.dist import export_models
+
+    hf = SimpleNamespace(**fields)
+    with parallel(tp=2):
+        chunks = export_models.build(hf)
+        plan = build_plan(chunks, hf).prove()
+        linear = chunks[0].decoder.layers[0].mlp.linear_fc2
+        linear.weight.data = linear.weight.data.clone()
+        assert len(list(export(plan))) == len(plan.expected)
+        if dist.get_rank() == 1:
+            linear.weight = torch.nn.Parameter(linear.weight.detach())
+        told = []
+        for use in (lambda: next(export(plan)), lambda: next(export_changed(plan, []))):
+            with pytest.raises(ValueError) as error:
+                use()
+            told.append(str(error.value))
+        return told
+
+
+def test_replaced_parameters_are_noticed_on_all_ranks(world):
+    fields, _, _, _ = reference("qwen3")
+    message = "the model's tensors were replaced on rank 1: build a new plan"
+    assert world(2, replaced, fields) == [[message, message]] * 2

@@ -32,10 +32,12 @@ def export_changed(
         change, in export order. On other ranks nothing; they must run the iterator to its end too.
 
     Raises:
-        ValueError: the plan is not proven, or values have another dtype than their parameter.
+        ValueError: the plan is not proven, the model's tensors were replaced since (on every rank alike), or
+            values have another dtype than their parameter.
         KeyError: a tensor is not in the plan.
     """
     plan.require_proof()
+    plan.require_current()
     number_of = {name: k for k, name in enumerate(plan.expected)}
     mine: dict[torch.dtype, list] = {}
     for tensor, index, value in changed:

@@ -60,7 +60,8 @@ def export(
         share memory with other tensors of its bucket, so a caller that keeps few of them keeps clones.
 
     Raises:
-        ValueError: the plan is not proven, or a receiver is not one of its ranks.
+        ValueError: the plan is not proven, or a receiver is not one of its ranks; when the iteration begins,
+            on every rank: the model's tensors were replaced since the plan was built.
     """
     plan.require_proof()
     steps = schedule(plan, receiving_ranks(plan, receivers), bucket_bytes)
@@ -82,6 +83,7 @@ class _Export:
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.plan.require_current()
         # Packing and gathering run on a stream of their own; what is handed out, on the caller's.
         side = torch.cuda.Stream(self.device) if self.cuda else None
         if side:

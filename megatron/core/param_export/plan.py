@@ -299,8 +299,25 @@ class Plan:
 
     def is_current(self) -> bool:
         """Whether the model still holds the very tensors that the plan was built from."""
-        live = [id(tensor) for model in self.models for _, tensor in named_tensors(model)]
-        return set(live) == set(self._by_tensor)
+        live = {id(tensor) for model in self.models for _, tensor in named_tensors(model)}
+        return live == self._by_tensor.keys()
+
+    def require_current(self) -> None:
+        """Refuse to export tensors that the model no longer uses. Collective; one small reduction.
+
+        Raises:
+            ValueError: on every rank alike, if any rank's model holds other tensors than its plan.
+        """
+        stale = [0] * self.ranks
+        stale[self.rank] = int(not self.is_current())
+        if self.ranks > 1:
+            device = self.entries[0].tensor.device if self.entries else "cpu"
+            flags = torch.tensor(stale, device=device)
+            dist.all_reduce(flags, group=self.group)
+            stale = flags.tolist()
+        if any(stale):
+            ranks = ", ".join(str(rank) for rank, flag in enumerate(stale) if flag)
+            raise ValueError(f"the model's tensors were replaced on rank {ranks}: build a new plan")
 
     def to_full(self, tensor: torch.Tensor, index: torch.Tensor):
         """Map flat indices into a local tensor to full tensors.

@@ -1,0 +1,93 @@
+"""One of two ranks that load, export and compare checkpoints over NCCL. test_param_export_nccl.py starts
+them.
+
+    python -m torch.distributed.run --standalone --nproc-per-node=2 tests/gpu/export_worker.py CASES.json
+
+CASES.json: a list of {case, fields, path, groups, te}. Rank 0 prints one line of JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "build/tree"), str(ROOT)]
+
+
+def build(hf, te):
+    from megatron.core.models.gpt import gpt_layer_specs
+    from tests.dist import export_models
+
+    if not te:
+        return [chunk.cuda() for chunk in export_models.build(hf)]
+    kept = export_models.get_gpt_decoder_block_spec
+
+    def block(cfg, use_transformer_engine, **rest):
+        return gpt_layer_specs.get_gpt_decoder_block_spec(cfg, use_transformer_engine=True, **rest)
+
+    export_models.get_gpt_decoder_block_spec = block
+    plain, export_models._plain_latent_attention = export_models._plain_latent_attention, lambda *_: None
+    try:
+        chunks = export_models.build(hf, transformer_impl="transformer_engine", **te)
+    finally:
+        export_models.get_gpt_decoder_block_spec = kept
+        export_models._plain_latent_attention = plain
+    return [chunk.cuda() for chunk in chunks]
+
+
+def run(fields, path, groups, te):
+    from safetensors.torch import load_file
+
+    from megatron.core.param_export import build_plan, export, export_changed, load
+    from tests.dist.world import parallel
+
+    state, hf = load_file(path), SimpleNamespace(**fields)
+    with parallel(**groups):
+        chunks = build(hf, te)
+        classes = sorted({type(module).__name__ for chunk in chunks for module in chunk.modules()})
+        plan = build_plan(chunks, hf).prove()
+        load(plan, state)
+        for receivers in ("all", [1], 0):
+            for to_host in (False, True):
+                count = 0
+                junk = torch.full((1 << 20,), float("nan"), device="cuda")  # poison what is reused
+                del junk
+                for name, tensor in export(plan, receivers, bucket_bytes=30_000, to_host=to_host):
+                    assert tensor.is_cuda != to_host and (tensor.is_pinned() or not to_host)
+                    assert torch.equal(tensor.cpu(), state[name]), (name, receivers, to_host)
+                    count += 1
+                mine = receivers == "all" or dist.get_rank() in ([receivers] if receivers == 0 else receivers)
+                assert count == (len(state) if mine else 0)
+        held = dict(export(plan, bucket_bytes=30_000))  # a caller may keep them all
+        assert all(torch.equal(tensor.cpu(), state[name]) for name, tensor in held.items())
+        everything = []
+        for entry in plan.entries:
+            index = torch.arange(entry.tensor.numel(), device="cuda")
+            everything.append((entry.tensor, index, entry.tensor.detach().reshape(-1).cuda()))
+        found = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
+        for name, index, value in export_changed(plan, everything, receiver=1):
+            found[name].view(-1)[index.cpu()] = value.cpu()
+        if dist.get_rank() == 1:
+            assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+        return classes, len(plan.schedules)
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    results = {}
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        classes, schedules = run(job["fields"], job["path"], job["groups"], job["te"])
+        results[job["case"]] = dict(classes=classes, schedules=schedules)
+    if dist.get_rank() == 0:
+        print("FIGURES " + json.dumps(results), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

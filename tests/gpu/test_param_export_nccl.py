@@ -1,0 +1,62 @@
+"""Export over NCCL on two GPUs, with local layers and with Transformer Engine's, bit for bit."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.dist.export_references import reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+LOCAL = [
+    ("qwen3", dict(tp=2), None),
+    ("qwen3-tied", dict(pp=2), None),
+    ("qwen3_moe", dict(ep=2), None),
+    ("qwen3_moe", dict(tp=2, etp=2), None),
+    ("deepseek_v3", dict(tp=2), None),
+    ("gpt_oss", dict(pp=2), None),
+]
+TE = [
+    ("qwen3", dict(tp=2), {}),
+    ("qwen2", dict(tp=2), {}),
+    ("qwen3_moe", dict(ep=2), dict(moe_grouped_gemm=True)),
+    ("qwen3_moe", dict(tp=2, etp=2), dict(moe_grouped_gemm=True)),
+    ("deepseek_v3", dict(tp=2), dict(moe_grouped_gemm=True)),
+    ("gpt_oss", dict(ep=2), dict(moe_grouped_gemm=True)),
+]
+
+
+def run(tmp_path, cases):
+    jobs = []
+    for case, groups, te in cases:
+        fields, path, _, _ = reference(case)
+        fields = {k: v for k, v in fields.items() if isinstance(v, int | float | str | list | None)}
+        name = f"{case} {groups}"
+        jobs.append(dict(case=name, fields=fields, path=path, groups=groups, te=te))
+    (tmp_path / "cases.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(ROOT / "tests/gpu/export_worker.py"), str(tmp_path / "cases.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
+    return json.loads(line.removeprefix("FIGURES "))
+
+
+def test_local_layers(tmp_path):
+    assert len(run(tmp_path, LOCAL)) == len(LOCAL)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+def test_transformer_engine_layers(tmp_path):
+    results = run(tmp_path, TE)
+    assert len(results) == len(TE)
+    seen = {name for result in results.values() for name in result["classes"]}
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEGroupedMLP"} <= seen
