@@ -2,11 +2,13 @@
 
     python benchmarks/bench_tree_attention.py                    # 32/8 heads of 128, bfloat16
     python benchmarks/bench_tree_attention.py --head-dim 192 --v-dim 128 --heads 16 --kv-heads 16
+    python benchmarks/bench_tree_attention.py --tune             # ways to run flash, against each other
 
 TF/s count the exact pairs of the tree: 2·H·pairs·(D + Dv) operations forward, 2.5 times that backward. Beside
-every tree, in the same run: plain causal attention of as many pairs (flash-attn-4 and cuDNN), FlexAttention,
-and the linear layout, in which every path is a sequence of its own. The limit of the speed-up over linear is
-its ratio of pairs.
+every tree, in the same run: plain causal attention of as many pairs in one sequence (flash-attn-4 and cuDNN),
+and in sequences as long as the tree's paths, where a row of blocks is as short as the tree's (flash-attn-4);
+FlexAttention; and the linear layout, in which every path is a sequence of its own. The limit of the speed-up
+over linear is its ratio of pairs.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import math
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -54,15 +57,17 @@ def time_both(function, tensors, upstream):
     return forward, backward
 
 
-def causal_by(name, tokens, options):
-    """Plain causal attention over one sequence of ``tokens``."""
-    (q, k, v), upstream = inputs(tokens, options)
+def causal_by(name, tokens, options, sequences=1):
+    """Plain causal attention over sequences of ``tokens``."""
+    (q, k, v), upstream = inputs(tokens * sequences, options)
     if name == "FA4 causal":
         from flash_attn.cute import flash_attn_func
 
-        return time_both(
-            lambda: flash_attn_func(q[None], k[None], v[None], causal=True)[0][0], (q, k, v), upstream
-        )
+        def fa4():
+            batch = [t.unflatten(0, (sequences, tokens)) for t in (q, k, v)]
+            return flash_attn_func(*batch, causal=True)[0].flatten(0, 1)
+
+        return time_both(fa4, (q, k, v), upstream)
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def cudnn():
@@ -97,65 +102,115 @@ def fresh(nodes):
 
 
 def metadata_ms(nodes, head):
-    """Device milliseconds of what a micro-batch derives once for all its layers."""
-    times = []
+    """Milliseconds, on the device and of the host, of what a micro-batch derives once for all its layers."""
+    device, host = [], []
     for _ in range(8):
         metadata = fresh(nodes)
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(20_000_000)  # as in recording.milliseconds
+        start = time.perf_counter()
         begin.record()
         flash._lists(metadata, head, None, False)
+        flash.mask_tensors(metadata, None)
         end.record()
+        host.append(1e3 * (time.perf_counter() - start))
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[2:])
+        device.append(begin.elapsed_time(end))
+    return statistics.median(device[2:]), statistics.median(host[2:])
 
 
-def one_shape(rows, case, nodes, options, have_flash):
-    stats = shapes.stats(nodes)
-    pairs = stats["pairs"]
-    flops = 2 * options.heads * pairs * (options.head_dim + options.v_dim)
-    metadata = fresh(nodes)
-    (q, k, v), upstream = inputs(metadata.padded_size, options)
+class Tree:
+    """What is measured of one tree."""
 
-    def tflops(ms, backward):
+    def __init__(self, case, nodes, options):
+        self.case, self.nodes, self.options = case, nodes, options
+        self.stats = shapes.stats(nodes)
+        self.pairs = self.stats["pairs"]
+        self.metadata = fresh(nodes)
+        self.tensors, self.upstream = inputs(self.metadata.padded_size, options)
+
+    def tflops(self, ms, backward):
+        flops = 2 * self.options.heads * self.pairs * (self.options.head_dim + self.options.v_dim)
         return flops * (2.5 if backward else 1.0) / ms / 1e9
 
-    some, every = visible_blocks(metadata, 128, 128)
-    visited = float(some.sum()) * 128 * 128
-    rows.add(case, "visited pairs / exact pairs, 128 x 128", visited / pairs, "x")
-    rows.add(case, "partial share of visited blocks", float((some & ~every).sum() / some.sum()), "")
+    def blocks(self, rows):
+        some, every = visible_blocks(self.metadata, 128, 128)
+        visited = float(some.sum()) * 128 * 128
+        rows.add(self.case, "visited pairs / exact pairs, 128 x 128", visited / self.pairs, "x")
+        partial = float((some & ~every).sum() / some.sum())
+        rows.add(self.case, "partial share of visited blocks", partial, "")
 
-    side = math.isqrt(2 * pairs) // 128 * 128
-    plain = {}
-    for name in (["FA4 causal"] if have_flash else []) + ["cuDNN causal"]:
-        try:
-            times = causal_by(name, side, options)
-        except RuntimeError as error:
-            print(f"{case}: {name} cannot: {str(error).splitlines()[0]}")
-            continue
-        share = side * (side + 1) / 2 / pairs
-        for i, direction in enumerate(("forward", "backward")):
-            plain[name, i] = tflops(times[i] / share, i)
-            rows.add(case, f"{name} at as many pairs, {direction}", plain[name, i], "TF/s")
-    for backend in (["flash"] if have_flash else []) + ([] if options.no_flex else ["flex"]):
+    def causal(self, rows, have_flash):
+        """{(name, direction): TF/s} of plain causal attention with as many pairs."""
+        side = math.isqrt(2 * self.pairs) // 128 * 128
+        path = max(round(2 * self.pairs / self.metadata.padded_size / 128), 1) * 128
+        plans = [("cuDNN causal", side, 1)]
+        if have_flash:
+            plans = [("FA4 causal", side, 1), *plans]
+            sequences = round(2 * self.pairs / path**2)
+            plans += [("FA4 causal", path, sequences)] if sequences > 1 else []
+        found = {}
+        for name, tokens, sequences in plans:
+            label = name if sequences == 1 else f"{name}, {sequences} x {tokens}"
+            try:
+                times = causal_by(name, tokens, self.options, sequences)
+            except RuntimeError as error:
+                print(f"{self.case}: {label} cannot: {str(error).splitlines()[0]}")
+                continue
+            share = sequences * tokens * (tokens + 1) / 2 / self.pairs
+            for i, direction in enumerate(DIRECTIONS):
+                value = self.tflops(times[i] / share, i)
+                found.setdefault((name, i), value)
+                rows.add(self.case, f"{label}, as many pairs, {direction}", value, "TF/s")
+        return found
 
-        def run(backend=backend):
-            return tree_attention(q, k, v, metadata, backend=backend)
-
-        times = time_both(run, (q, k, v), upstream)
-        for i, direction in enumerate(("forward", "backward")):
+    def backend(self, rows, name, plain):
+        """Milliseconds forward and backward of one of ours."""
+        q, k, v = self.tensors
+        times = time_both(
+            lambda: tree_attention(q, k, v, self.metadata, backend=name), self.tensors, self.upstream
+        )
+        for i, direction in enumerate(DIRECTIONS):
             reference = plain.get(("FA4 causal", i), plain.get(("cuDNN causal", i)))
-            rows.add(case, f"{backend} {direction}", times[i], "ms")
-            rows.add(case, f"{backend} {direction} on exact pairs", tflops(times[i], i), "TF/s", reference)
-        if backend == "flash":
-            spent = metadata_ms(nodes, max(options.head_dim, options.v_dim))
-            rows.add(case, "block lists of a micro-batch", spent, "ms", sum(times), 0.01)
-            both = linear(nodes, options)
-            for i, direction in enumerate(("forward", "backward")):
-                rows.add(case, f"linear layout, FA4 varlen, {direction}", both[i], "ms")
-            rows.add(case, "speed-up over linear", sum(both) / sum(times), "x", None, stats["pair ratio"])
+            rows.add(self.case, f"{name} {direction}", times[i], "ms")
+            metric = f"{name} {direction} on exact pairs"
+            rows.add(self.case, metric, self.tflops(times[i], i), "TF/s", reference)
+        return times
+
+    def against_linear(self, rows, times):
+        device, host = metadata_ms(self.nodes, max(self.options.head_dim, self.options.v_dim))
+        rows.add(self.case, "block lists of a micro-batch, device", device, "ms", sum(times), None, 0.01)
+        rows.add(self.case, "block lists of a micro-batch, host", host, "ms")
+        both = linear(self.nodes, self.options)
+        for i, direction in enumerate(DIRECTIONS):
+            rows.add(self.case, f"linear layout, FA4 varlen, {direction}", both[i], "ms")
+        speedup = sum(both) / sum(times)
+        rows.add(self.case, "speed-up over linear", speedup, "x", None, None, self.stats["pair ratio"])
+
+
+DIRECTIONS = ("forward", "backward")
+
+
+def measure(rows, tree, have_flash):
+    tree.blocks(rows)
+    plain = tree.causal(rows, have_flash)
+    if have_flash:
+        tree.against_linear(rows, tree.backend(rows, "flash", plain))
+    if not tree.options.no_flex:
+        tree.backend(rows, "flex", plain)
+
+
+def tune(rows, trees):
+    from benchmarks import tree_attention_candidates as candidates
+
+    found = {}
+    for tree in trees:
+        found[tree.case] = candidates.compare(
+            rows, tree.case, tree.metadata, tree.tensors, tree.upstream, tree.tflops
+        )
+        torch.cuda.empty_cache()
+    print(candidates.table(found))
 
 
 def main():
@@ -168,20 +223,30 @@ def main():
     parser.add_argument("--v-dim", type=int, default=None)
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out; it compiles long")
     parser.add_argument("--only", nargs="*", help="names of shapes")
+    parser.add_argument("--tune", action="store_true", help="time candidates of tree_attention_candidates.py")
     options = parser.parse_args()
     options.v_dim = options.v_dim or options.head_dim
     if not torch.cuda.is_available():
         sys.exit("bench_tree_attention measures a GPU, and there is none here")
-    torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # a backward is timed several times on one forward
     why = flash._package()
     if why:
         print(f"without flash: {why}")
+    if options.tune and (why or (options.head_dim, options.v_dim) != (128, 128)):
+        sys.exit(f"--tune needs flash-attn-4 and head size 128: {why or options.head_dim}")
     suffix = "" if (options.head_dim, options.v_dim) == (128, 128) else f"_{options.head_dim}_{options.v_dim}"
-    rows = recording.Recording(f"tree_attention{suffix}")
-    for case, nodes in shapes.SHAPES.items():
-        if not options.only or case in options.only:
-            one_shape(rows, case, nodes, options, why is None)
+    rows = recording.Recording(f"tree_attention{suffix}{'_tune' if options.tune else ''}")
+    cases = {**shapes.SHAPES, "agentic 32k, largest child first": shapes.largest_first(shapes.agentic())}
+    trees = (
+        Tree(case, nodes, options)
+        for case, nodes in cases.items()
+        if not options.only or case in options.only
+    )
+    if options.tune:
+        tune(rows, trees)
+    else:
+        for tree in trees:
+            measure(rows, tree, why is None)
             torch.cuda.empty_cache()
     rows.write()
 

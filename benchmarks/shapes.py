@@ -78,6 +78,27 @@ def deep(turns=64, turn=400, fork_every=8, fork=800):
     return nodes
 
 
+def largest_first(nodes):
+    """The same tree with the child of the largest subtree first among siblings, and so on downwards.
+
+    A child that follows its parent directly shares the parent's last block of tokens; best if that is the
+    one that most tokens go through.
+    """
+    children, size = {-1: []}, [length for _, length in nodes]
+    for node in reversed(range(len(nodes))):
+        parent = nodes[node][0]
+        children.setdefault(parent, []).append(node)
+        if parent >= 0:
+            size[parent] += size[node]
+    ordered, todo = [], [(node, -1) for node in sorted(children[-1], key=lambda n: size[n])]
+    while todo:
+        node, parent = todo.pop()
+        ordered.append((parent, nodes[node][1]))
+        place = len(ordered) - 1
+        todo += [(child, place) for child in sorted(children.get(node, []), key=lambda n: size[n])]
+    return ordered
+
+
 SHAPES = {
     "chain16k": chain(),
     "grpo 4k+16x1k": grpo(),
