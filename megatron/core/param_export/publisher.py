@@ -18,8 +18,9 @@ from megatron.core.param_export.exporter import export
 from megatron.core.param_export.plan import Plan
 from megatron.weight_sync import Ack, Payload, Sender, all_reduce, fingerprint_boxes
 
-# What one changed element costs in the plain sparse encoding, in bytes beside its value.
-_INDEX_BYTES = 4
+# What one changed element costs beside its value, in bytes: a gap, where changes are dense enough to matter
+# for the choice between a delta and whole tensors, or a plain index.
+_GAP_BYTES, _INDEX_BYTES = 1, 4
 
 
 class Publisher:
@@ -120,18 +121,23 @@ class Publisher:
             if dense is False:
                 raise ValueError("a delta needs a sparse diff: this publisher was made without one")
             return True
-        sizes = torch.zeros(4, dtype=torch.int64)
+        sizes = torch.zeros(4, dtype=torch.int64)  # elements, changed ones, bytes of all, bytes of changed ones
         for entry in self.plan.entries:
             if entry.owner:
                 numel, item = entry.tensor.numel(), entry.tensor.element_size()
                 changed = self.diff.changed(entry.tensor).indices.numel()
-                sizes += torch.tensor([numel, changed, numel * item, changed * (item + _INDEX_BYTES)])
+                sizes += torch.tensor([numel, changed, numel * item, changed * item])
         if self.plan.ranks > 1:
             sizes = sizes.to(self._device)
             dist.all_reduce(sizes, group=self.plan.group)
         elements, changed, whole_bytes, delta_bytes = sizes.tolist()
         self.density = changed / elements
-        needed = self._agree(int(self.sender.needs_dense if self.sender else 0))
+        needed = False
+        if self.sender:
+            gaps = set(self.sender.encodings) - {"raw"}
+            delta_bytes += changed * (_GAP_BYTES if gaps else _INDEX_BYTES)
+            needed = self.sender.needs_dense or delta_bytes >= whole_bytes
+        needed = bool(self._agree(int(needed)))
         based = self._agree(int(self.sender is not None and self.sender.since is not None))
         if dense is not None:
             if not (dense or based):  # on every rank alike: none may wait for another in the export
@@ -139,7 +145,7 @@ class Publisher:
                     "a delta needs a base: the first sync, and the next one after invalidate(), is dense"
                 )
             return dense
-        return bool(needed) or delta_bytes >= whole_bytes
+        return needed
 
     @property
     def _device(self) -> torch.device:
