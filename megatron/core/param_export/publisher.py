@@ -121,7 +121,7 @@ class Publisher:
             if dense is False:
                 raise ValueError("a delta needs a sparse diff: this publisher was made without one")
             return True
-        sizes = torch.zeros(4, dtype=torch.int64)  # elements, changed ones, bytes of all, bytes of changed ones
+        sizes = torch.zeros(4, dtype=torch.int64)  # elements, changed ones; bytes of all, of changed ones
         for entry in self.plan.entries:
             if entry.owner:
                 numel, item = entry.tensor.numel(), entry.tensor.element_size()
