@@ -67,6 +67,30 @@ def test_structure_equals_naive_trie(sequences, multiple, share):
     check_structure(batch, sequences, share)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=6),
+        min_size=1,
+        max_size=10,
+    )
+)
+@example([[(0, 1)], [(0, 0)], [(0, 1)]])
+def test_identity_is_part_of_the_token(pairs):
+    trajectories = [
+        Trajectory([t for t, _ in s], [0] * len(s), identity=np.array([[7, k] for _, k in s], np.int16))
+        for s in pairs
+    ]
+    batch = TreeBatch.from_trajectories(trajectories)
+    batch.tree_metadata.validate()
+    assert batch.packed_tokens == len({tuple(s[: j + 1]) for s in pairs for j in range(len(s))})
+    assert [t.tolist() for t in batch.unpack(batch.tokens)] == [[t for t, _ in s] for s in pairs]
+    rows = list(
+        zip(batch.source_T[batch.target_M].tolist(), batch.tokens[0][batch.target_M].tolist(), strict=True)
+    )
+    assert batch.distinct_targets == (len(set(rows)) == len(rows))
+
+
 def test_thousands_of_roots():
     sequences = [[i, 1, 2] for i in range(3000)]
     batch = made(sequences)

@@ -24,7 +24,7 @@ def test_interpreted():
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "9 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "10 passed" in done.stdout, done.stdout + done.stderr
 
 
 def batch_of(seed, vocabulary, identity):
@@ -109,6 +109,18 @@ def test_rows_of_a_wider_tensor(monkeypatch):
     want = compute(False, batch, wide[:, :40], monkeypatch, True)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_targets_of_other_ranks_are_left_alone():
+    from megatron.core.tree_training import kernels
+
+    gradient = torch.full((4, 9), 7.0, dtype=torch.bfloat16)
+    row, column = torch.tensor([0, 1, 1, 3]), torch.tensor([8, -1, 2, -1])
+    kernels.place(gradient[:, :9], row, column, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    want = torch.full((4, 9), 7.0, dtype=torch.bfloat16)
+    want[0, 8], want[1, 2] = 1, 3
+    assert torch.equal(gradient, want)
 
 
 @interpreted

@@ -243,7 +243,8 @@ def test_replayed_experts_reach_their_tokens(single):
         Trajectory(s, [0] + [1] * (len(s) - 1), {"experts": e}, identity=e)
         for s, e in zip(SEQUENCES, recorded, strict=True)
     ]
-    batch = TreeBatch.from_trajectories(trajectories, pad_to_multiple_of=8)
+    batch = TreeBatch.from_trajectories(trajectories, pad_to_multiple_of=32)
+    assert batch.padded_size > batch.packed_tokens
     replay_experts(model, batch, batch.values["experts"])
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     _, routing_map = tree_route(router, batch, torch.randn(batch.padded_size, HIDDEN))
