@@ -83,6 +83,53 @@ class PrefixOrder:
             shared[1:] = np.minimum.reduceat(self.shared[: places[-1] + 1], places[:-1] + 1)
         return PrefixOrder(self.order[places], self.lengths[places], shared)
 
+    def largest_first(self):
+        """The same trie with the child of most packed tokens first among siblings; roots stay in place.
+
+        A child that follows its parent directly shares the parent's last block of tokens, in which attention
+        then needs a mask for the others only. On the agentic shape of benchmarks/shapes.py this leaves 13 %
+        of the 128 x 128 blocks that attention visits partly masked, where the other way round leaves 19 %.
+        """
+        if not self.shared.any():
+            return self
+        # [depth, packed tokens below it, children or the trajectory that ends there]. The stack is the path
+        # to the last trajectory; what leaves it is complete.
+        stack = [[0, 0, []]]
+
+        def attach(above, child):
+            weight = child[0] - above[0] + child[1]
+            above[1] += weight
+            above[2].append((weight, child))
+
+        def back_to(depth):
+            done = None
+            while stack[-1][0] > depth or not isinstance(stack[-1][2], list):
+                left = stack.pop()
+                if done is not None:
+                    attach(left, done)
+                done = left
+            if stack[-1][0] < depth:
+                stack.append([depth, 0, []])
+            if done is not None:
+                attach(stack[-1], done)
+
+        for place in range(self.order.size):
+            back_to(int(self.shared[place]))
+            stack.append([int(self.lengths[place]), 0, place])
+        back_to(0)
+        places, shared, todo = [], [], [(0, stack[0])]
+        while todo:
+            common, (depth, _, below) = todo.pop()
+            if not isinstance(below, list):
+                places.append(below)
+                shared.append(common)
+                continue
+            if depth:
+                below = sorted(below, key=lambda child: -child[0])
+            # The first child shares with the trajectory before it what all of this entry does.
+            todo += [(depth, child) for _, child in reversed(below[1:])] + [(common, below[0][1])]
+        return PrefixOrder(self.order[places], self.lengths[places], np.asarray(shared, np.int64))
+
     @property
     def packed_tokens(self):
         return int(self.lengths.sum() - self.shared.sum())
@@ -117,7 +164,8 @@ class PackedTrie:
 
 
 def pack(prefix_order):
-    """Lay trajectories out as a trie; `order` must number them 0 … n-1."""
+    """Lay trajectories out as a trie, largest children first; `order` must number them 0 … n-1."""
+    prefix_order = prefix_order.largest_first()
     order, lengths, shared = prefix_order.order, prefix_order.lengths, prefix_order.shared
     n = order.size
     added = lengths - shared
