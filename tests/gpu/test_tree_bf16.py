@@ -53,6 +53,8 @@ def model_of(dtype):
         apply_rope_fusion=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        # No kernel computes in fp64.
+        tree_attention_backend="reference" if dtype == torch.float64 else "auto",
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     model = GPTModel(config, spec, VOCABULARY, 4096, position_embedding_type="rope").cuda().to(dtype)
