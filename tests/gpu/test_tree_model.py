@@ -31,16 +31,18 @@ def process_group():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def run(side_of, dtype, branches, backend="auto", mla=False, te=False):
-    """[gradients, logits] of one side as two float64 vectors."""
+def run(side_of, dtype, branches, backend="auto", mla=False, te=False, **options):
+    """[gradients, logits] of one side as two float64 vectors; options go to the configuration."""
     from tests.dist import small_gpt
     from tests.dist import tree_against_branches as t
 
     with parallel():
         sizes = {k: v for k, v in SIZES.items() if not (mla and k == "num_query_groups")}
         if mla:
-            sizes.update(qk_head_dim=64, qk_pos_emb_head_dim=32, v_head_dim=64)
-        cfg = small_gpt.config(params_dtype=dtype, mla=mla, tree_attention_backend=backend, **sizes)
+            sizes.update(qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)  # the pair that flash takes
+        cfg = small_gpt.config(
+            params_dtype=dtype, mla=mla, tree_attention_backend=backend, **sizes, **options
+        )
         trees = t.make_trees(branches, count=2, multiple=8)
         chunks = [te_model(cfg)] if te else small_gpt.build(cfg)
         gradients, logits, _ = getattr(t, side_of)(t.Side(cfg, chunks), trees)
@@ -92,6 +94,47 @@ def test_bf16_is_no_further_from_float64_than_bf16_branches(process_group, backe
     print(f"{backend} gradients, logits: trees {trees}, branches {linear}")
     for a, b in zip(trees, linear, strict=True):
         assert 1e-4 < a < 1.25 * b < 0.1
+
+
+RECOMPUTE = {
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "core_attn": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+def test_recompute_sees_the_same_metadata_and_computes_the_same(
+    process_group, backend, recompute, monkeypatch
+):
+    from megatron.core.transformer.tree_attention import flash, flex, intervals
+
+    module, seen, built = {"flex": flex, "flash": flash}[backend], [], []
+    attend, build = module.attend, intervals._build
+
+    def spied_attend(q, k, v, metadata, **options):
+        seen.append(metadata)
+        return attend(q, k, v, metadata, **options)
+
+    def spied_build(metadata, *rest):
+        built.append(metadata)
+        return build(metadata, *rest)
+
+    monkeypatch.setattr(module, "attend", spied_attend)
+    monkeypatch.setattr(intervals, "_build", spied_build)
+    try:
+        plain = run("run_trees", torch.bfloat16, 5, backend)
+    except TreeUnsupportedError as error:
+        pytest.skip(str(error))
+    layers, trees = SIZES["num_layers"], 2
+    assert len(seen) == layers * trees and len({id(m) for m in seen}) == trees
+    seen.clear(), built.clear()
+    again = run("run_trees", torch.bfloat16, 5, backend, **RECOMPUTE[recompute])
+    assert len(seen) == 2 * layers * trees and len({id(m) for m in seen}) == trees
+    assert len(built) == 2 * trees  # one list forward, one backward, for all layers and both passes
+    assert torch.equal(again[1], plain[1])
+    # Not equal bits: flash adds gradients up in any order unless it is asked for a deterministic one.
+    assert float((again[0] - plain[0]).norm() / plain[0].norm()) < 2e-3
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
