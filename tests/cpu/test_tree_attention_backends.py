@@ -220,6 +220,16 @@ def test_options_and_devices_that_do_not_fit():
         tree_attention(q, k, v.to("meta"), metadata)
 
 
+def test_packed_seq_params_are_not_metadata():
+    metadata = TreeMetadata.from_nodes([-1], [3])
+    q = torch.zeros(3, 2, 4)
+    with pytest.raises(
+        TypeError,
+        match=r"^metadata: expected a TreeMetadata \(packed_seq_params.tree_metadata\), got PackedSeqParams$",
+    ):
+        tree_attention(q, q, q, metadata.packed_seq_params())
+
+
 def test_integers_are_refused_by_the_reference():
     with pytest.raises(
         TreeUnsupportedError, match=r"it computes float64, float32, bfloat16, float16, not torch.int64"

@@ -144,6 +144,11 @@ def test_to_moves_tensors_and_leaves_precomputed():
     moved = made.to("meta")
     assert moved.device.type == moved.tree_position_ids.device.type == moved.node_parent.device.type == "meta"
     assert moved.max_position == 6
+    beside = dataclasses.replace(moved, node_parent=made.node_parent).to("meta")
+    assert beside.node_parent.device.type == "meta"
+    for wrong in (torch.float16, None):
+        with pytest.raises(TypeError, match=f"^device: expected a torch.device or its name, got {wrong}"):
+            made.to(wrong)
 
 
 def replaced(**fields):

@@ -225,5 +225,14 @@ def test_refusals():
     for name in ("data_parallel_size", "max_trajectories", "pad_to_multiple_of", "micro_batch_multiple"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             plan_micro_batches(three, 8, **{name: 0})
+    plan = plan_micro_batches(three, 8, data_parallel_size=2)
+    for rank, number, message in (
+        (-1, 0, r"^rank: expected 0\.\.1, got -1"),
+        (2, 0, r"^rank: expected 0\.\.1, got 2"),
+        (0, -1, rf"^number: expected 0\.\.{plan.num_microbatches - 1}, got -1"),
+        (0, plan.num_microbatches, "^number: expected 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.micro_batch(rank, number)
     with pytest.raises(ValueError, match="loss_per must be 'token' or 'trajectory', got 'sequence'"):
         plan_micro_batches(three, 8, loss_per="sequence")

@@ -147,12 +147,18 @@ class TreeMetadata:
         return self._cache[key]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeMetadata:
-        """Copy with the tensors on ``device``, or self if they lie there; ``precomputed`` is not moved."""
-        tensors = [
-            t.to(device, non_blocking=non_blocking)
-            for t in (self.cu_node_lens, self.node_parent, self.tree_position_ids)
-        ]
-        if tensors[0] is self.cu_node_lens and tensors[2] is self.tree_position_ids:
+        """Copy with the tensors on ``device``, or self if they lie there; ``precomputed`` is not moved.
+
+        Raises:
+            TypeError: ``device`` is none, for instance a dtype.
+        """
+        import torch
+
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(f"device: expected a torch.device or its name, got {device!r}")
+        here = self.cu_node_lens, self.node_parent, self.tree_position_ids
+        tensors = [t.to(device, non_blocking=non_blocking) for t in here]
+        if all(moved is t for moved, t in zip(tensors, here, strict=True)):
             return self
         return TreeMetadata(*tensors, self.padded_size, self.num_nodes, self.precomputed, self.max_position)
 

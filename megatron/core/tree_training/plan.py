@@ -69,7 +69,17 @@ class MicroBatchPlan:
         return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
 
     def micro_batch(self, rank, number, device="cpu"):
-        """One TreeBatch, which knows the totals of the step."""
+        """One TreeBatch, which knows the totals of the step.
+
+        Raises:
+            ValueError: the plan has no such rank or micro-batch.
+        """
+        for name, value, count in (
+            ("rank", rank, len(self.trajectory_ids)),
+            ("number", number, self.num_microbatches),
+        ):
+            if not 0 <= value < count:
+                raise ValueError(f"{name}: expected 0..{count - 1}, got {value}")
         ids = self.trajectory_ids[rank][number]
         order = self._order.subset(sorted(self._place_of[i] for i in ids))
         within = {trajectory: i for i, trajectory in enumerate(ids)}

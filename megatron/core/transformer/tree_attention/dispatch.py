@@ -57,8 +57,14 @@ def tree_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices or the backend's name do not fit.
+        TypeError: ``metadata`` is something else, for instance the PackedSeqParams that carry it.
         TreeUnsupportedError: the backend, or with ``auto`` every backend, cannot serve this case.
     """
+    if not isinstance(metadata, TreeMetadata):
+        raise TypeError(
+            f"metadata: expected a TreeMetadata (packed_seq_params.tree_metadata), got "
+            f"{type(metadata).__name__}"
+        )
     _check(q, k, v, metadata, sink)
     if window is not None and (not isinstance(window, int) or window < 0):
         raise ValueError(f"window: expected an int >= 0, or None for no limit, got {window!r}")
