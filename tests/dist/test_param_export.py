@@ -320,10 +320,13 @@ def misuse(fields):
             with pytest.raises(ValueError, match="the plan is not proven: call prove"):
                 use()
         plan.prove()
-        for receivers in ([1], "some", [], -1):
+        for receivers in ([1], "some", [], -1, True, [True], 1.0, [0.0], None):
             with pytest.raises(ValueError, match=r"receivers: 'all', 'nodes' or ranks of 0..0, got") as error:
                 export(plan, receivers)
             told.append(str(error.value))
+        for size in (0, -1):
+            with pytest.raises(ValueError, match=f"bucket_bytes: expected a positive number.*, got {size}$"):
+                export(plan, bucket_bytes=size)
         weight = chunks[0].output_layer.weight
         with pytest.raises(KeyError, match=r"a tensor of shape \[3\] is not in this plan"):
             plan.to_full(torch.zeros(3), torch.zeros(1, dtype=torch.int64))

@@ -121,6 +121,43 @@ def test_the_sender_lives_on_one_rank(world):
     ]
 
 
+def stale():
+    """One rank's model gets another tensor: whatever reads through the plan is refused on every rank."""
+    import torch
+
+    from examples.quickstart import policy, rollout
+    from megatron.core.param_export import StalePlanError, build_plan, export, export_changed
+    from megatron.core.param_export.publisher import Publisher
+    from megatron.weight_sync import Sender
+
+    with parallel(tp=2):
+        shape = policy.Shape(layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48)
+        model = policy.gpt(shape, 32, 64, torch.bfloat16, "cpu")
+        plan = build_plan(model, rollout.model(shape, 32, 64, "meta").config).prove()
+        publisher = Publisher(plan, None, Sender("m") if plan.rank == 0 else None)
+        publisher.publish()
+        assert publisher.fingerprint()
+        if plan.rank == 1:
+            norm = model.decoder.final_layernorm
+            norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+        told = []
+        for use in (
+            lambda: next(export(plan), None),
+            lambda: next(export_changed(plan, []), None),
+            publisher.publish,
+            publisher.fingerprint,
+        ):
+            with pytest.raises(StalePlanError) as found:
+                use()
+            told.append(str(found.value))
+        return told
+
+
+def test_a_stale_plan_is_refused_on_every_rank(world):
+    told = ["the model's tensors were replaced on rank 1: build a new plan"] * 4
+    assert world(2, stale) == [told] * 2
+
+
 def unbased():
     """A delta before anything was sent, on ranks that would otherwise wait for each other."""
     from examples.quickstart import policy, rollout

@@ -12,6 +12,6 @@
 
 from megatron.core.param_export.changed import export_changed
 from megatron.core.param_export.exporter import export, load
-from megatron.core.param_export.plan import LayoutError, Plan, build_plan
+from megatron.core.param_export.plan import LayoutError, Plan, StalePlanError, build_plan
 
-__all__ = ["LayoutError", "Plan", "build_plan", "export", "export_changed", "load"]
+__all__ = ["LayoutError", "Plan", "StalePlanError", "build_plan", "export", "export_changed", "load"]

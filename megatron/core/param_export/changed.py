@@ -32,8 +32,8 @@ def export_changed(
         change, in export order. On other ranks nothing; they must run the iterator to its end too.
 
     Raises:
-        ValueError: the plan is not proven, the model's tensors were replaced since (on every rank alike), or
-            values have another dtype than their parameter.
+        ValueError: the plan is not proven, or values have another dtype than their parameter.
+        StalePlanError: the model's tensors were replaced since the plan was built; on every rank alike.
         KeyError: a tensor is not in the plan.
     """
     plan.require_proof()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,14 @@ def receiving_ranks(plan: Plan, receivers: str | int | Sequence[int]) -> list[in
         for rank, member in enumerate(plan.members):
             first.setdefault(member.position.host, rank)
         return sorted(first.values())
-    ranks = [receivers] if isinstance(receivers, int) else receivers
-    if isinstance(ranks, str) or not ranks or not all(0 <= rank < plan.ranks for rank in ranks):
+    ranks = [receivers] if isinstance(receivers, Integral) else receivers
+    if not (isinstance(ranks, Collection) and len(ranks) and all(_is_rank(rank, plan) for rank in ranks)):
         raise ValueError(f"receivers: 'all', 'nodes' or ranks of 0..{plan.ranks - 1}, got {receivers!r}")
     return sorted(set(ranks))
+
+
+def _is_rank(rank, plan: Plan) -> bool:
+    return isinstance(rank, Integral) and not isinstance(rank, bool) and 0 <= rank < plan.ranks
 
 
 def export(
@@ -60,10 +65,14 @@ def export(
         share memory with other tensors of its bucket, so a caller that keeps few of them keeps clones.
 
     Raises:
-        ValueError: the plan is not proven, or a receiver is not one of its ranks; when the iteration begins,
-            on every rank: the model's tensors were replaced since the plan was built.
+        ValueError: the plan is not proven, a receiver is not one of its ranks, or the bucket size is not
+            positive.
+        StalePlanError: when the iteration begins, on every rank: the model's tensors were replaced since the
+            plan was built.
     """
     plan.require_proof()
+    if not bucket_bytes > 0:
+        raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes!r}")
     steps = schedule(plan, receiving_ranks(plan, receivers), bucket_bytes)
     return _Export(plan, steps, to_host, read or (lambda tensor: tensor)).run()
 

@@ -35,6 +35,10 @@ class LayoutError(ValueError):
     """The plan does not cover the model exactly; raised with the same text on every rank."""
 
 
+class StalePlanError(ValueError):
+    """The model's tensors were replaced since the plan was built; raised with the same text on every rank."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A live parameter or persistent buffer of this rank.
@@ -306,7 +310,7 @@ class Plan:
         """Refuse to export tensors that the model no longer uses. Collective; one small reduction.
 
         Raises:
-            ValueError: on every rank alike, if any rank's model holds other tensors than its plan.
+            StalePlanError: on every rank alike, if any rank's model holds other tensors than its plan.
         """
         stale = [0] * self.ranks
         stale[self.rank] = int(not self.is_current())
@@ -317,7 +321,7 @@ class Plan:
             stale = flags.tolist()
         if any(stale):
             ranks = ", ".join(str(rank) for rank, flag in enumerate(stale) if flag)
-            raise ValueError(f"the model's tensors were replaced on rank {ranks}: build a new plan")
+            raise StalePlanError(f"the model's tensors were replaced on rank {ranks}: build a new plan")
 
     def to_full(self, tensor: torch.Tensor, index: torch.Tensor):
         """Map flat indices into a local tensor to full tensors.

@@ -60,8 +60,10 @@ class Publisher:
         Raises:
             RuntimeError: a delta is asked for that no receiver could apply; on every rank.
             ValueError: a delta is asked for without a sparse diff.
+            StalePlanError: the model's tensors were replaced since the plan was built; on every rank.
         """
         plan, sender = self.plan, self.sender
+        plan.require_current()
         if self.diff is not None:
             self.diff.gather_changed()
             self.diff.complete_weights()  # fingerprints and whole tensors read the model itself
@@ -102,8 +104,13 @@ class Publisher:
 
     @torch.no_grad()
     def fingerprint(self) -> dict[str, int]:
-        """Per-tensor sums of the full tensors, by Hugging Face name, from the owners' shards. Collective."""
+        """Per-tensor sums of the full tensors, by Hugging Face name, from the owners' shards. Collective.
+
+        Raises:
+            StalePlanError: the model's tensors were replaced since the plan was built; on every rank.
+        """
         plan = self.plan
+        plan.require_current()
         owned = [entry for entry in plan.entries if entry.owner]
         share = fingerprint_boxes((entry.tensor.detach(), entry.boxes) for entry in owned)
         if plan.ranks == 1:
