@@ -123,6 +123,8 @@ def test_errors_say_what_was_expected():
     diff = attach(optimizer, model_chunks=[chunk])
     with pytest.raises(ValueError, match=r"shape \(3,\) is no parameter or persistent buffer"):
         diff.changed(torch.zeros(3))
+    with pytest.raises(TypeError, match=r"clear\(version\): expected an int, got 'a'"):
+        diff.clear("a")
     diff.clear(4)
     with pytest.raises(ValueError, match=r"clear\(4\): expected a version after 4"):
         diff.clear(4)

@@ -97,7 +97,8 @@ def test_fp32_parameters_are_written_in_place(distributed):
 
     assert naive(make, steps) == {"first", "second", "bias", "last", "scale"}
     diff, sent = follow(make, steps)
-    assert set(routes(diff).values()) == {"shadow"}
+    assert {name for name, route in routes(diff).items() if route != "shadow"} == {"fixed"}
+    assert routes(diff)["fixed"] == "digest" and "digest" in diff.report()
     assert sent["second"] and sent["counts"] == []
 
 
@@ -450,6 +451,14 @@ def test_quantised_parameters_are_refused_by_name():
     chunk.module.fixed = Float8Tensor(torch.zeros(3), requires_grad=False)
     with pytest.raises(NotImplementedError, match=r"module\.fixed \(Float8Tensor\) is not supported: .*bf16"):
         attach(optimizer)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_another_model_is_refused(distributed):
+    _, optimizer = build(distributed=distributed)
+    other, _ = build(distributed=distributed)
+    with pytest.raises(ValueError, match=r"owns a parameter of shape .* not in model_chunks; expected the"):
+        attach(optimizer, model_chunks=[other])
 
 
 def test_an_unknown_optimizer_is_refused_by_name():

@@ -1,8 +1,9 @@
 """Which path writes each parameter and persistent buffer, and hence how its changes are known.
 
 `audit` gives every tensor of the model one route: `hooked` (the copy itself records the change), `shadow`
-(compared at sync), `dense` (sent whole), or refuses with the name of the path. A path that is not known is
-refused: no path may yield an empty delta unseen.
+(compared at sync), `digest` (frozen: a digest is compared at sync, and a change sends it whole), `dense`
+(sent whole), or refuses with the name of the path. A path that is not known is refused: no path may yield an
+empty delta unseen.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -177,8 +178,12 @@ class _Auditor:
         leads: Iterable[torch.Tensor | None] = (),
     ) -> Entry:
         place = self.places.get(tensor)
-        name = f"<unnamed {tuple(tensor.shape)}>" if place is None else place.name
-        home = None if place is None else place.home
+        if place is None:
+            raise ValueError(
+                f"sparse diff: the optimizer owns a parameter of shape {tuple(tensor.shape)} that is not in "
+                "model_chunks; expected the chunks that the optimizer was made for, all of them"
+            )
+        name, home = place.name, place.home
         _refuse_tensor(name, tensor)
         if tensor in self.seen:
             _refuse(name, "two optimizers own it", "Give each parameter to one optimizer")
@@ -305,7 +310,8 @@ def audit(
 
     Raises:
         NotImplementedError: for a path that would not be seen exactly; names the path and a way out.
-        ValueError: where the model cannot be found from the optimizer and `model_chunks` is not given.
+        ValueError: where the model cannot be found from the optimizer and `model_chunks` is not given, or is
+            another model.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer

@@ -42,7 +42,7 @@ def attach(
     Raises:
         NotImplementedError: for a path whose writes would not be seen exactly; names it and a way out.
         RuntimeError: where parameters already have a manager.
-        ValueError: for an unknown mode, or a model that cannot be found.
+        ValueError: for an unknown mode, a model that cannot be found, or one that is not the optimizer's.
     """
     state = SparseState.parse(mode, "mode") if mode is not None else sparse_state() or _UPDATE
     if state is None:
@@ -187,8 +187,11 @@ class SparseDiff:
 
         Raises:
             RuntimeError: while other weights than the actor's are in the model.
+            TypeError: where `version` is not an int.
             ValueError: where `version` is not later than the last.
         """
+        if not isinstance(version, int):
+            raise TypeError(f"clear(version): expected an int, got {version!r}")
         if self.version is not None and version <= self.version:
             raise ValueError(f"clear({version}): expected a version after {self.version}")
         self._check_readable(())

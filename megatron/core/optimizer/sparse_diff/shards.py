@@ -278,7 +278,7 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
 
 class DigestShard(Shard):
-    route = "shadow"
+    route = "digest"
 
     def __init__(self, tensor: torch.Tensor, start: int, end: int) -> None:
         super().__init__(tensor, start, end)
