@@ -42,6 +42,9 @@ from megatron.weight_sync.fingerprints import (
 from megatron.weight_sync.payload import Manifest, Payload, Record, read_bucket, read_manifest
 from megatron.weight_sync.sender import Ack
 
+_DENSE = "ask the sender for a dense payload"
+_KNOWN = "acknowledge with status(), or ask the sender for a dense payload of a later version"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -224,6 +227,7 @@ class Receiver:
         Raises:
             WeightSyncError: of the kind that says what is wrong. The live weights are exactly as before,
                 unless it is :class:`ReceiverPoisoned`.
+            TypeError: ``payload`` is neither.
         """
         manifest, writes = self._together(lambda: self._prepare(payload))
         expected = {**({} if manifest.dense else self._expected), **manifest.sums}
@@ -257,6 +261,11 @@ class Receiver:
 
     def _prepare(self, payload: Payload | Iterable) -> tuple[Manifest, list[_Write]]:
         if not isinstance(payload, Payload):
+            one = isinstance(payload, (str, bytes, bytearray, torch.Tensor))
+            if one or not isinstance(payload, Iterable):
+                raise TypeError(
+                    f"payload: expected a Payload or a list of its containers, got {type(payload).__name__}"
+                )
             payload = Payload.from_bytes(payload)
         manifest = read_manifest(payload.manifest)
         self._check_version(manifest)
@@ -272,23 +281,28 @@ class Receiver:
             if stale or (same and not self.poisoned):
                 raise RepeatedVersion(
                     f"dense payload is version {manifest.version} of lineage {manifest.lineage}, "
-                    "this receiver "
-                    f"holds {held} of {lineage}"
+                    f"this receiver holds {held} of {lineage}; {_KNOWN}"
                 )
             return
         first, last = manifest.base
         if self.poisoned:
             raise ReceiverPoisoned("this receiver's weights are no known version: it needs a dense sync")
         if held is None:
-            raise WrongBase(f"delta {first}-{last} → {manifest.version}: this receiver holds nothing yet")
+            raise WrongBase(
+                f"delta {first}-{last} → {manifest.version}: this receiver holds nothing yet; {_DENSE}"
+            )
         if manifest.lineage != lineage:
-            raise WrongBase(f"delta of lineage {manifest.lineage}, this receiver holds {held} of {lineage}")
+            raise WrongBase(
+                f"delta of lineage {manifest.lineage}, this receiver holds {held} of {lineage}; {_DENSE}"
+            )
         if held >= manifest.version:
-            raise RepeatedVersion(f"delta to version {manifest.version}, this receiver holds {held}")
+            raise RepeatedVersion(
+                f"delta to version {manifest.version}, this receiver holds {held}; {_KNOWN}"
+            )
         if held < first:
-            raise MissingVersion(f"delta from version {first}, this receiver still holds {held}")
+            raise MissingVersion(f"delta from version {first}, this receiver still holds {held}; {_DENSE}")
         if held > last:
-            raise WrongBase(f"delta from version {first} to {last}, this receiver holds {held}")
+            raise WrongBase(f"delta from version {first} to {last}, this receiver holds {held}; {_DENSE}")
 
     def _verify(self, payload: Payload, manifest: Manifest) -> list[Record]:
         if len(payload.buckets) != len(manifest.buckets):
@@ -468,6 +482,8 @@ class ModuleReceiver(Receiver):
     """
 
     def __init__(self, module: torch.nn.Module, **kwargs):
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
         targets, by_storage = {}, {}
         for name, tensor in module.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor):

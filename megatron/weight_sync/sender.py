@@ -183,7 +183,15 @@ class Sender:
         Returns:
             True when every receiver holds the published version, which then is the new ``since``: the change
             bits *that this version's payload contained* must be cleared now, and no others.
+
+        Raises:
+            TypeError: ``ack`` is not an Ack.
         """
+        if not isinstance(ack, Ack):
+            raise TypeError(
+                f"{receiver_id}: expected an Ack (what Receiver.apply or status() returned), got "
+                f"{type(ack).__name__}"
+            )
         known = (
             ack.model_id == self.model_id and ack.lineage == self.lineage and ack.version in self._published
         )

@@ -215,15 +215,20 @@ def test_every_truncation_is_refused(pair):
                 receiver.apply([data[:length] if k == which else d for k, d in enumerate(good)])
 
 
+DENSE = "ask the sender for a dense payload$"
+KNOWN = r"acknowledge with status\(\), or ask the sender for a dense payload of a later version$"
+
+
 def test_wrong_versions(pair, tiny, refused):
     trainer, module, receiver = pair()
     gen = torch.Generator().manual_seed(3)
     trainer.step(0.1, gen)
     second = trainer.publish()
     fresh = tiny(9)
-    refused(ws.ModuleReceiver(fresh), fresh, second, ws.WrongBase, "holds nothing yet")
+    refused(ws.ModuleReceiver(fresh), fresh, second, ws.WrongBase, f"holds nothing yet; {DENSE}")
     assert trainer.acknowledge("r", receiver.apply(second))
-    refused(receiver, module, second, ws.RepeatedVersion, "delta to version 2, this receiver holds 2")
+    match = f"delta to version 2, this receiver holds 2; {KNOWN}"
+    refused(receiver, module, second, ws.RepeatedVersion, match)
     trainer.step(0.1, gen)
     third = trainer.publish()
     late, late_module = ws.ModuleReceiver(tiny(4)), None
@@ -235,7 +240,7 @@ def test_wrong_versions(pair, tiny, refused):
     behind = ws.ModuleReceiver(fresh)
     behind.version, behind.lineage, behind.model_id = 1, 7, "tiny/1"
     trainer.step(0.1, gen)
-    with pytest.raises(ws.MissingVersion, match="delta from version 3, this receiver still holds 1"):
+    with pytest.raises(ws.MissingVersion, match=f"from version 3, this receiver still holds 1; {DENSE}"):
         behind.apply(trainer.publish())
 
 
@@ -243,14 +248,14 @@ def test_wrong_base_from_another_lineage(pair, refused):
     _, module, receiver = pair()
     other, _, _ = pair(lineage=8)
     other.step(0.1, torch.Generator().manual_seed(3))
-    refused(receiver, module, other.publish(), ws.WrongBase, "lineage 8")
+    refused(receiver, module, other.publish(), ws.WrongBase, f"lineage 8, .*; {DENSE}")
 
 
 def test_stale_dense_payload(pair, refused):
     old, _, _ = pair()
     stale = old.publish(dense=True)
     trainer, module, receiver = pair(lineage=8)
-    refused(receiver, module, stale, ws.RepeatedVersion, "lineage 7")
+    refused(receiver, module, stale, ws.RepeatedVersion, f"lineage 7, .*; {KNOWN}")
     refused(receiver, module, trainer.publish(dense=True, again=True), ws.RepeatedVersion, "holds 1 of 8")
 
 
@@ -430,6 +435,19 @@ def test_tied_names_must_agree(pair, refused):
 
 
 # ---- misuse on the sender's side ---------------------------------------------------------------------------
+
+
+def test_arguments_of_another_type(pair, refused):
+    trainer, module, receiver = pair()
+    for payload in (None, 3, b"container", torch.zeros(3, dtype=torch.uint8)):
+        match = f"payload: expected a Payload or a list of its containers, got {type(payload).__name__}$"
+        refused(receiver, module, payload, TypeError, match)
+    with pytest.raises(TypeError, match=r"^module: expected a torch.nn.Module, got NoneType$"):
+        ws.ModuleReceiver(None)
+    states = trainer.sender.state("r")
+    with pytest.raises(TypeError, match=r"^r: expected an Ack \(what Receiver.apply or .*, got NoneType$"):
+        trainer.sender.acknowledge("r", None)
+    assert trainer.sender.state("r") == states
 
 
 def test_sender_refuses_misuse(pair, tiny, tensors_of):
