@@ -56,7 +56,10 @@ def build(root: Path, tree: Path, link: bool, extra: Path | None = None) -> int:
     date = upstream.unpack(upstream.sdist(root, pin), tree)
     queue.apply_all(queue.series(root / "patches"), tree, exact=True)
     if extra:
-        queue.apply_all(queue.series(extra), tree, exact=False)
+        theirs = queue.series(extra)
+        if not theirs:
+            raise queue.PatchError(f"{extra}/series names no patch")
+        queue.apply_all(theirs, tree, exact=False)
     _lay(root, tree, link)
     return date
 

@@ -243,6 +243,26 @@ def test_their_folder_must_be_there(mini):
     mini.write("theirs/readme.txt", "")
     with pytest.raises(queue.PatchError, match=r"theirs has neither a series nor any \*\.patch or \*\.diff"):
         tree.materialise(mini.root, extra=mini.root / "theirs")
+    mini.write("theirs/series", "# none yet\n")
+    with pytest.raises(queue.PatchError, match=r"theirs/series names no patch$"):
+        tree.materialise(mini.root, extra=mini.root / "theirs")
+
+
+def test_a_patch_that_cannot_be_read_is_listed_with_the_conflicts(mini):
+    mini.write("theirs/a.patch", THEIRS + "@@ -6,2 +6,2 @@\n line_6 = 6\n-line_7 = 7\n")
+    crlf = (THEIRS + "@@ -30 +30 @@\n-line_30 = 30\n+line_30 = 300\n").replace("\n", "\r\n")
+    mini.write("theirs/b.patch", "").write_bytes(crlf.encode())
+    git = "diff --git a/megatron/core/numbers.py b/megatron/core/numbers.py\n"
+    mini.write("theirs/c.patch", "").write_bytes(git.replace("\n", "\r\n").encode() + crlf.encode())
+    mini.write("theirs/d.patch", THEIRS.replace("numbers", "absent") + "@@ -1 +1 @@\n-a\n+b\n")
+    with pytest.raises(queue.PatchError) as error:
+        tree.materialise(mini.root, extra=mini.root / "theirs")
+    assert str(error.value) == textwrap.dedent("""\
+        4 conflicts:
+        a.patch:3: the hunk ends before its counts are met
+        b.patch:1: the lines of this patch end with CR LF; convert them to LF
+        c.patch:1: the lines of this patch end with CR LF; convert them to LF
+        d.patch:1: megatron/core/absent.py: there is no such file in the tree""")
 
 
 # ---------------------------------------------------------------- two builds at once
