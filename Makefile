@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-gpu bench lint check
+.PHONY: help setup quickstart test test-full test-gpu bench lint check
 
 # The interpreter that makes .venv: Python 3.12, or a newer one.
 PYTHON ?= $(shell for p in python3.12 python3 python3.13; do \
@@ -33,6 +33,10 @@ quickstart: $(READY) ## the main job: an RL loop end to end, on whatever is here
 test: $(READY) ## the tests that need no GPU: patches, cpu, dist
 	$(PY) -m patchset materialise
 	$(PY) -m pytest tests/patches tests/cpu tests/unit_tests tests/dist
+
+test-full: $(READY) ## the same, with longer random searches (TEST_FULL=1)
+	$(PY) -m patchset materialise
+	TEST_FULL=1 $(PY) -m pytest tests/patches tests/cpu tests/unit_tests tests/dist
 
 test-gpu: $(READY) ## the tests that need CUDA devices
 	$(PY) -m patchset materialise
