@@ -60,13 +60,13 @@ class Gate:
 
     def _gitlink(self) -> str:
         listed = self.outer.git("ls-files", "--stage", "--", str(self.submodule)).splitlines()
-        if len(listed) != 1 or not listed[0].startswith("160000 "):
+        rows = [line.split()[:3] for line in listed]
+        if not rows or any(mode != "160000" for mode, _, _ in rows):
             raise GateError(f"{self.submodule} is not a submodule of {self.downstream}")
-        _, pin, stage, *_ = listed[0].split()
-        if stage != "0":
+        if len(rows) > 1:
             raise GateError(f"{self.submodule} is in a merge conflict")
-        self.pin = pin
-        return f"{self.submodule} is pinned to {pin}"
+        self.pin = rows[0][1]
+        return f"{self.submodule} is pinned to {self.pin}"
 
     def _checkout(self) -> str:
         path = self.inner.path

@@ -46,6 +46,8 @@ def run_tests(root: Path) -> dict:
     junit.parent.mkdir(parents=True, exist_ok=True)
     junit.unlink(missing_ok=True)
     options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --junit-xml={shlex.quote(str(junit))}".strip()
+    if not shutil.which("make"):
+        raise EvidenceError("make is not on PATH: it runs the tests")
     done = []
     for command in COMMANDS:
         begin = time.monotonic()

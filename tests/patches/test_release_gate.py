@@ -448,7 +448,19 @@ def test_submodule_that_is_not_checked_out(fork):
 def test_not_a_submodule(fork):
     fork.git("rm", "-q", "-f", SUBMODULE, where=fork.downstream)
     refused(fork.gate(), "gitlink", f"{SUBMODULE} is not a submodule of {fork.downstream}")
+    fork.submodule.write_text("a file\n")
+    fork.git("add", SUBMODULE, where=fork.downstream)
+    refused(fork.gate(), "gitlink", f"{SUBMODULE} is not a submodule of {fork.downstream}")
     refused(fork.gate(downstream=fork.remote.parent), "gitlink", "not a git repository")
+
+
+def test_submodule_in_a_merge_conflict(fork):
+    where = fork.downstream
+    fork.git("checkout", "-q", "-b", "other", "HEAD~1", where=where)
+    fork.pin(fork.git("rev-parse", f"{SECOND}^2"))
+    with pytest.raises(AssertionError, match="CONFLICT"):
+        fork.git("merge", "-q", "main", where=where)
+    refused(fork.gate(), "gitlink", f"{SUBMODULE} is in a merge conflict")
 
 
 def test_remote_that_cannot_be_read(fork):
