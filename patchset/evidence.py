@@ -167,7 +167,8 @@ def gpu_rows(statement: dict) -> list[dict]:
 def summary(statement: dict) -> str:
     said = statement["predicate"]
     pin, wheel = said["upstream"], subject(statement, "sha256")
-    rows = {f"tests, {tier}": row for tier, row in said["tiers"].items()}
+    tiers = dict.fromkeys((*TIERS, *said["tiers"]))
+    rows = {f"tests, {tier}": said["tiers"][tier] for tier in tiers if tier in said["tiers"]}
     rows |= {f"tests, {row['gpu']} ({row['path']})": row for row in gpu_rows(statement)}
     results = [row["path"].removeprefix(f"{RESULTS}/") for row in said["benchmarks"]]
     lines = [

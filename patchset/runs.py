@@ -66,8 +66,9 @@ def interpreter(root: Path) -> Path:
 
 
 _VERSIONS = """
-import importlib.metadata as m, json, platform, sys
-found = {"python": platform.python_version(), "platform": platform.platform()}
+import importlib.metadata as m, json, platform, sys, sysconfig
+found = {"python": platform.python_version()}
+found["platform"] = " ".join((sysconfig.get_platform(), *platform.libc_ver()))
 for name in sys.argv[1:]:
     try:
         found[name] = m.version(name)

@@ -351,9 +351,9 @@ def test_gpu_records_count_for_their_source_and_version_only(landed):
         facts.of(repo, "HEAD")
 
 
-def test_hashes_are_those_that_git_gives():
+def test_hashes_are_those_that_git_gives(origin):
     """As EVIDENCE.md says; and a folder without git has the same source."""
-    repo = Repository(ROOT)
+    repo = Repository(origin)
     for paths in (["patches"], facts.SOURCE):
         listed = repo.bytes("ls-tree", "-r", "--format=%(objectname) %(path)", "HEAD", "--", *paths)
         assert facts.digest(repo.blobs("HEAD", *paths)) == evidence.sha256(listed.decode())
