@@ -1,5 +1,6 @@
 """Changed elements, receivers, and layouts that the proof must refuse. Round trips: with the families."""
 
+import copy
 import dataclasses
 import zlib
 from types import SimpleNamespace
@@ -17,12 +18,13 @@ LAYOUTS = {
     "dp2": (2, {}),
     "tp2-pp2": (4, dict(tp=2, pp=2)),
     "ep2": (2, dict(ep=2)),
+    "tp2-etp1": (2, dict(tp=2, etp=1)),
     "ep2-pp2": (4, dict(ep=2, pp=2)),
     "ep2-etp2": (4, dict(tp=2, ep=2, etp=2)),
 }
 
 
-def changed_elements(groups, fields, path, receiver):
+def changed_elements(groups, fields, path, receiver, known="parts"):
     """Change a few elements, report them as a distributed optimizer would, apply them to the old weights."""
     import torch.distributed as dist
     from safetensors.torch import load_file
@@ -61,11 +63,11 @@ def changed_elements(groups, fields, path, receiver):
             if entry.name == "output_layer.weight" and hf.tie_word_embeddings:
                 index = index[:0]
             flat[index] += 1 + torch.rand(len(index), generator=generator)
-            part = index[index % dps == dp]
+            part = index[index % dps == dp] if known == "parts" else index
             changed.append((entry.tensor, part, flat[part].clone()))
         updated = {name: tensor.clone() for name, tensor in state.items()}
         count = 0
-        for name, index, value in export_changed(plan, changed, receiver=receiver):
+        for name, index, value in export_changed(plan, changed, receiver, sharded=known != "owners"):
             assert index.dtype == torch.int64 and (index[1:] > index[:-1]).all()
             updated[name].view(-1)[index] = value
             count += len(index)
@@ -105,6 +107,14 @@ def test_changed_elements_arrive(world, case, layout):
     receiver = size - 1
     counts = world(size, changed_elements, groups, fields, path, receiver)
     assert counts[receiver] > 500 and all(c is None for r, c in enumerate(counts) if r != receiver)
+
+
+@pytest.mark.parametrize("known", ["all", "owners"])
+@pytest.mark.parametrize("case, layout", [("qwen3", "dp2"), ("qwen3_moe", "tp2-etp1")])
+def test_changes_that_several_ranks_report_count_once(world, case, layout, known):
+    size, groups = LAYOUTS[layout]
+    fields, path, _, _ = reference(case)
+    assert world(size, changed_elements, groups, fields, path, 0, known=known)[0] > 500
 
 
 def given_receivers(groups, fields, path, receivers):
@@ -187,6 +197,21 @@ def broken(how, fields):
             layers[1].mlp.register_buffer("running", torch.ones(3))
         elif how == "other configuration" and one:
             hf.intermediate_size += 4
+        elif how == "zero-centred norms":
+            chunks[0].config.layernorm_zero_centered_gamma = True
+        elif how == "sharded a second time":
+            chunks[0].pg_collection = copy.copy(chunks[0].pg_collection)
+            chunks[0].pg_collection.gtp_remat = SimpleNamespace(size=lambda: 2)
+        elif how == "quantised storage":
+            data = layers[0].mlp.linear_fc2.weight.detach()
+            quantised = torch.Tensor._make_subclass(type("Float8Tensor", (torch.Tensor,), {}), data)
+            layers[0].mlp.linear_fc2.weight = torch.nn.Parameter(quantised)
+        elif how == "fully sharded":
+            chunks = [type("FullyShardedDataParallel", (torch.nn.Module,), {})()]
+        elif how == "unknown linear layer":
+            layers[0].self_attention.linear_proj.__class__ = type("LoraLinear", (torch.nn.Module,), {})
+        elif how == "fused multi-layer perceptron":
+            layers[0].mlp.__class__ = type("TEFusedMLPWithGroupedLinear", (type(layers[0].mlp),), {})
         elif how == "missing module" and not one:
             layers[2].self_attention.q_layernorm = None
         elif how == "glu halves swapped" and one:
@@ -235,6 +260,15 @@ def broken(how, fields):
             r"rank 1: its dense tensors are not the shards .*\n"
             r"  model.layers.2.self_attn.q_norm.weight: no rank owns",
         ),
+        ("zero-centred norms", r"layernorm_zero_centered_gamma is not supported"),
+        ("sharded a second time", r"gtp_remat groups are not supported"),
+        (
+            "quantised storage",
+            r"layers.0.mlp.linear_fc2.weight: storage of type Float8Tensor is not supported",
+        ),
+        ("fully sharded", r"FullyShardedDataParallel is not supported"),
+        ("unknown linear layer", r"no sharding rule for a linear layer of class LoraLinear"),
+        ("fused multi-layer perceptron", r"TEFusedMLPWithGroupedLinear is not supported: it may store"),
         (
             "glu halves swapped",
             r"rank 1: decoder.layers.0.mlp.linear_fc1.weight is divided otherwise than on rank 0",

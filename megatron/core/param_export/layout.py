@@ -18,6 +18,9 @@ _COLUMN |= {"TEColumnParallelGroupedLinear", "VocabParallelEmbedding"}
 _ROW = {"RowParallelLinear", "TERowParallelLinear", "TERowParallelGroupedLinear"}
 _WHOLE = {"TELinear", "Linear"}
 _WRAPPERS = ("DistributedDataParallel", "Float16Module")
+# Their kernels take gate and up rows in blocks, but whether the parameters are stored so depends on the
+# kernel.
+_INTERLEAVED = {"FusedSharedExpertMLP", "TEFusedMLPWithGroupedLinear"}
 
 
 @dataclass(frozen=True)
@@ -365,6 +368,11 @@ class _Reader:
                 self.vector(f"{path}.{norm}", f"{full}.{norm}", module_norm, role, place)
 
     def mlp(self, path, full, module, place, prefix, expert=False, fused_norm=None):
+        interleaved = _INTERLEAVED.intersection(cls.__name__ for cls in type(module).__mro__)
+        if interleaved:
+            raise ValueError(
+                f"{full}: {interleaved.pop()} is not supported: it may store gate and up interleaved"
+            )
         glu_split = self._fc1(prefix, place, module.config.gated_linear_unit)
         self.linear(
             f"{path}.linear_fc1",

@@ -83,7 +83,8 @@ def build_plan(
         ValueError: no family for this configuration. Everything else is reported by :meth:`Plan.prove`.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    mtp = any(getattr(unwrap(chunk).config, "mtp_num_layers", None) for chunk in chunks)
+    configs = [getattr(unwrap(chunk), "config", None) for chunk in chunks]
+    mtp = any(getattr(config, "mtp_num_layers", None) for config in configs)
     return Plan(chunks, family_of(hf_config).bind(hf_config, mtp), group)
 
 
