@@ -1,10 +1,12 @@
 """Checkpoint folders: what is written is what ``from_pretrained`` reads, and both ways round."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.dist.export_references import reference
 from tests.dist.world import parallel
@@ -43,6 +45,13 @@ def test_from_pretrained_reads_what_was_written(world, tmp_path, case, size, gro
     else:
         assert files[-1] == "model.safetensors.index.json" and len(files) > 3
         assert all(file.stat().st_size < file_bytes + 5_000 for file in tmp_path.glob("*.safetensors"))
+        where = json.loads((tmp_path / files[-1]).read_text())["weight_map"]
+        found = {}
+        for file in tmp_path.glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                found.update(dict.fromkeys(opened.keys(), file.name))
+        with safe_open(path, "pt") as opened:
+            assert where == found and where.keys() == set(opened.keys())
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").float().eval()
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, want)
