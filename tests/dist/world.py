@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -145,6 +146,7 @@ def parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    _release_models()
     before = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
@@ -163,3 +165,19 @@ def parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp:
         parallel_state.destroy_model_parallel()
         for group in set(dist.distributed_c10d._world.pg_map) - before:
             dist.destroy_process_group(group)
+
+
+def _release_models() -> None:
+    """Let go of earlier cases' models: they hold process groups, and every gloo group has threads.
+
+    Upstream's DistributedDataParallel hangs hooks that know it on autograd nodes, a cycle through C++ that
+    the garbage collector cannot see; and rotary embeddings stay in the cache of their own forward.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    for thing in gc.get_objects():
+        if isinstance(thing, DistributedDataParallel):
+            vars(thing).clear()
+    RotaryEmbedding.forward.cache_clear()
+    gc.collect()
