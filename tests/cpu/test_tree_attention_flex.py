@@ -68,6 +68,10 @@ def on_gpu(**fields):
             dict(qk_dim=128, v_dim=64),
             "of unequal query/key and value head sizes it takes 192/128, not 128/64",
         ),
+        (
+            dict(capability=(10, 0), qk_dim=256, v_dim=256),
+            "on compute capability 10.x it takes head sizes up to 128, and 192/128, not 256",
+        ),
         (dict(softcap=True), "its softcap has no tested backward together with a mask"),
     ],
 )

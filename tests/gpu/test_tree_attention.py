@@ -184,11 +184,11 @@ def test_flex_softcap_and_float32():
     check(random_tree(9), "flex", heads=4, kv_heads=2, qk=64, v=64, dtype=torch.float32, softcap=5.0)
 
 
-def base_case(tree, **padding):
+def base_case(tree, padded_to=1, sizes=BASE):
     from megatron.core.transformer.tree_metadata import TreeMetadata
 
-    metadata = TreeMetadata.from_nodes(*tree, device="cuda", **padding)
-    sizes = [BASE[n] for n in ("heads", "kv_heads", "qk", "v", "dtype")]
+    metadata = TreeMetadata.from_nodes(*tree, device="cuda", padded_to=padded_to)
+    sizes = [{**BASE, **sizes}[n] for n in ("heads", "kv_heads", "qk", "v", "dtype")]
     return metadata, *inputs(metadata.padded_size, *sizes)
 
 
@@ -210,8 +210,10 @@ def test_padding_and_siblings_touch_nothing(backend):
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_deterministic(backend):
-    metadata, tensors, upstream = base_case(random_tree(5, nodes=200))
+@pytest.mark.parametrize("qk, v, heads, kv_heads", [(128, 128, 8, 2), (192, 128, 4, 4)])
+def test_deterministic(qk, v, heads, kv_heads, backend):
+    sizes = dict(qk=qk, v=v, heads=heads, kv_heads=kv_heads)
+    metadata, tensors, upstream = base_case(random_tree(5, nodes=200), sizes=sizes)
     first = results(metadata, tensors, upstream, backend, deterministic=True)
     for _ in range(4):
         again = results(metadata, tensors, upstream, backend, deterministic=True)

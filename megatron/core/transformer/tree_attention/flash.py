@@ -4,7 +4,7 @@ The pack is one batch entry. Blocks of the attention matrix that a tree does not
 which everything is visible run without a mask, and the rest evaluate ``key <= query < subtree_end[key]`` (see
 ``flash_masks``).
 Block lists come from per-block extremes of ``subtree_end`` (see ``intervals``).
-Measured on Hopper. Blackwell takes the same path and is untested.
+Tested and measured on Hopper. For Blackwell the kernels compile with the block sizes below; untested there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MINIMUM = "4.0.0b26"
 
 
 def supports(case: TreeAttentionCase) -> str | None:
-    """bfloat16 and float16 on compute capability 9.x and 10.x, head sizes in steps of 8 up to 256."""
+    """bfloat16 and float16; head sizes in steps of 8, up to 256 on compute capability 9.x, 128 on 10.x."""
     if case.device_type != "cuda":
         return f"it runs on CUDA devices, not on {case.device_type}"
     if case.capability[0] not in (9, 10):
@@ -36,6 +36,8 @@ def supports(case: TreeAttentionCase) -> str | None:
             return f"it takes {name} head sizes from 8 to 256 in steps of 8, not {size}"
     if case.v_dim != case.qk_dim and (case.qk_dim, case.v_dim) != (192, 128):
         return f"of unequal query/key and value head sizes it takes 192/128, not {case.qk_dim}/{case.v_dim}"
+    if case.capability[0] == 10 and case.qk_dim > 128 and case.v_dim > 128:
+        return f"on compute capability 10.x it takes head sizes up to 128, and 192/128, not {case.qk_dim}"
     if case.softcap:
         return "its softcap has no tested backward together with a mask"
     return _package()
@@ -70,9 +72,9 @@ def attend(
     """q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv], sink [H] -> [T, H, Dv]; see ``case`` for the contract."""
     from flash_attn.cute import flash_attn_func
 
-    size = max(q.shape[-1], v.shape[-1])
+    blocks = block_sizes(max(q.shape[-1], v.shape[-1]), torch.cuda.get_device_capability(q.device)[0])
     forward, backward = metadata.cached(
-        ("flash", size, window, deterministic), lambda m: _lists(m, size, window, deterministic)
+        ("flash", blocks, window, deterministic), lambda m: _lists(m, blocks, window, deterministic)
     )
     out_1THD, lse_1HT = flash_attn_func(
         q[None],
@@ -93,11 +95,13 @@ def attend(
     return out_1THD[0]
 
 
-def block_sizes(head_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def block_sizes(head_size: int, capability_major: int = 9) -> tuple[tuple[int, int], tuple[int, int]]:
     """(query, key) block sizes of the lists that the forward and the backward kernel take.
 
-    They follow the kernels' own tiles on Hopper, which depend on the head size.
+    They follow the kernels' own tiles, which depend on the head size.
     """
+    if capability_major == 10:
+        return (256, 128), (128, 128) if head_size <= 128 else (128, 256)
     if head_size <= 64:
         return (128, 128), (128, 128)
     if head_size <= 128:
@@ -107,10 +111,11 @@ def block_sizes(head_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (128, 80), (64, 64)
 
 
-def _lists(metadata: TreeMetadata, head_size: int, window: int | None, deterministic: bool):
+def _lists(metadata: TreeMetadata, blocks, window: int | None, deterministic: bool):
+    """Block lists of the forward and the backward kernel; ``blocks`` as from ``block_sizes``."""
     from flash_attn.cute.block_sparsity import compute_dq_write_order
 
-    forward_blocks, backward_blocks = block_sizes(head_size)
+    forward_blocks, backward_blocks = blocks
     forward = sparse_tensors(metadata, forward_blocks, transposed=False, window=window)
     backward = sparse_tensors(metadata, backward_blocks, transposed=True, window=window)
     if deterministic:
