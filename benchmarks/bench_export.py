@@ -195,7 +195,7 @@ def measure(hf):
             if rows > 1:
                 gathered += rows * part.row_bytes
                 runs.append(rows * part.row_bytes)
-        written += sum(plan.nbytes(name) for name, *_, one_run in bucket.tensors if not one_run)
+        written += sum(plan.nbytes(tensor.name) for tensor in bucket.tensors if not tensor.run)
     figures |= dict(writes=written / total, gathered=gathered, limit=gathered / 2 / 450e9)
 
     def bare():

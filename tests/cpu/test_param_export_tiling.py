@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from megatron.core.param_export.families.family import Family, Rule
 from megatron.core.param_export.pieces import Place, Shard, dense, glu, grouped_query
+from megatron.core.param_export.schedule import _source
 from megatron.core.param_export.tiling import faults
+from megatron.weight_sync import Box
 
 
 def count_by_element(shape, boxes):
@@ -190,3 +192,37 @@ def test_an_unknown_family_is_refused_by_name():
         family_of(SimpleNamespace(model_type="whisper"))
     with pytest.raises(ValueError, match=r"an object with model_type \(.*qwen3.*\), got dict"):
         family_of({"model_type": "qwen3"})
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_wide_units_move_the_same_elements(data):
+    """A box of rows or of transposed columns, copied by elements and in the units that a schedule picks."""
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]))
+    rows, cols, more = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 9)) * 2,
+        data.draw(st.integers(0, 3)) * 2,
+    )
+    local = torch.arange(rows * cols + more).to(dtype)
+    full = torch.full((2 * rows * (cols + more),), 7, dtype=dtype)
+    if data.draw(st.booleans()):
+        box = Box("x", (rows, cols), more, (cols, 1), rows * (cols + more), (cols + more, 1))
+    else:
+        box = Box("x", (rows, cols), more, (cols, 1), 0, (1, 2 * rows))
+    want = full.clone()
+    box.copy_to_full(local, want)
+    nbytes, start = local.numel() * dtype.itemsize, 128
+    source = _source(0, start, nbytes, box, dtype.itemsize, full.numel())
+    held = torch.zeros(start + nbytes + 256, dtype=torch.uint8)
+    held[start : start + nbytes] = local.view(torch.uint8)
+    wide = held[: len(held) // 8 * 8].view(source.unit)[source.offset : source.offset + source.size]
+    source.box.copy_to_full(wide, full.view(source.unit))
+    assert torch.equal(full, want)
+    assert source.unit.itemsize * source.box.numel == dtype.itemsize * box.numel
+
+
+def test_aligned_rows_move_in_eights_of_bytes():
+    box = Box("x", (3, 8), 16, (8, 1), 0, (64, 1))
+    assert _source(0, 0, 80, box, 2, 192).unit == torch.int64
+    assert _source(0, 0, 80, box, 2, 191).unit == torch.int16

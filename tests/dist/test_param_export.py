@@ -137,7 +137,7 @@ def given_receivers(groups, fields, path, receivers):
             count += 1
         assert len(plan.schedules) == 1
         for step in next(iter(plan.schedules.values())).buckets:
-            assert step.nbytes <= 30_000 or len({name.split(".")[2] for name, *_ in step.tensors}) == 1
+            assert step.nbytes <= 30_000 or len({t.name.split(".")[2] for t in step.tensors}) == 1
         again = dict(export(plan, receivers, bucket_bytes=30_000))
         assert len(plan.schedules) == 1 and len(again) == count
         assert all(torch.equal(tensor, state[name]) for name, tensor in again.items())
@@ -458,3 +458,63 @@ def test_replaced_parameters_are_noticed_on_all_ranks(world):
     fields, _, _, _ = reference("qwen3")
     message = "the model's tensors were replaced on rank 1: build a new plan"
     assert world(2, replaced, fields) == [[message, message]] * 2
+
+
+def mixed_dtypes(groups, fields, path):
+    """Parameters in bf16, expert biases in fp32."""
+    from safetensors.torch import load_file
+
+    from megatron.core.param_export import build_plan, export, export_changed, load
+    from tests.dist import export_models
+
+    hf = SimpleNamespace(**fields)
+    state = load_file(path)
+    state = {n: t if n.endswith("correction_bias") else t.bfloat16() for n, t in state.items()}
+    with parallel(**groups):
+        chunks = export_models.build(hf)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data = parameter.data.bfloat16()
+        plan = build_plan(chunks, hf).prove()
+        load(plan, state)
+        for name, tensor in export(plan, bucket_bytes=20_000):
+            assert tensor.dtype == state[name].dtype and torch.equal(tensor, state[name]), name
+        whole = [(e.tensor, torch.arange(e.tensor.numel()), e.tensor.detach().view(-1)) for e in plan.entries]
+        found = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
+        for name, index, value in export_changed(plan, whole):
+            assert value.dtype == state[name].dtype
+            found[name].view(-1)[index] = value
+        if plan.rank == 0:
+            assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+        return sorted({str(entry.tensor.dtype) for entry in plan.entries})
+
+
+@pytest.mark.parametrize("layout", ["tp2", "ep2-pp2"])
+def test_dtypes_are_kept(world, layout):
+    size, groups = LAYOUTS[layout]
+    fields, path, _, _ = reference("deepseek_v3")
+    for dtypes in world(size, mixed_dtypes, groups, fields, path):
+        assert dtypes == ["torch.bfloat16", "torch.float32"]
+
+
+def no_expert_group(fields):
+    import torch.distributed as dist
+
+    from megatron.core.param_export import LayoutError, build_plan
+    from tests.dist import export_models
+
+    hf = SimpleNamespace(**fields)
+    with parallel(ep=2):
+        chunks = export_models.build(hf)
+        if dist.get_rank() == 1:
+            chunks[0].pg_collection = copy.copy(chunks[0].pg_collection)
+            chunks[0].pg_collection.tp_ep = None
+        with pytest.raises(LayoutError, match=r"rank 1: the tp_ep group has 1 ranks, expected 2 x 1"):
+            build_plan(chunks, hf).prove()
+        with pytest.raises(LayoutError, match=r"rank 1: the tp_ep group has 1 ranks, expected 2 x 1"):
+            build_plan(chunks, hf).prove()
+
+
+def test_a_missing_process_group_is_named(world):
+    fields, _, _, _ = reference("qwen3_moe")
+    world(2, no_expert_group, fields)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,7 @@ def export_changed(
     plan.require_proof()
     plan.require_current()
     number_of = {name: k for k, name in enumerate(plan.expected)}
-    mine: dict[torch.dtype, list] = {}
+    mine: dict[torch.dtype, list[_Run]] = {}
     for tensor, index, value in changed:
         entry = plan.entry_of(tensor)
         if value.dtype != tensor.dtype:
@@ -51,54 +53,68 @@ def export_changed(
         for box in entry.boxes:
             inside, flat = box.map_to_full(index)
             if len(flat):
-                rows = mine.setdefault(tensor.dtype, [])
-                rows.append((torch.full_like(flat, number_of[box.full_name]), flat, value[inside]))
+                run = _Run(number_of[box.full_name], flat, value[inside])
+                mine.setdefault(tensor.dtype, []).append(run)
+    names = list(plan.expected)
     dtypes = {entry.dtype for member in plan.members for entry in member.content.entries}
-    device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
-    gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    gathered: dict[int, list[_Run]] = {}
     for dtype in sorted(dtypes, key=str):
-        empty = (torch.empty(0, dtype=kind, device=device) for kind in (torch.int64, torch.int64, dtype))
-        columns = [torch.cat(part) for part in zip(tuple(empty), *mine.pop(dtype, ()), strict=True)]
-        parts = _collect(plan, columns, receiver)
-        if parts:
-            gathered.update(_by_tensor(*(torch.cat(part) for part in zip(*parts, strict=True))))
-    for number, name in enumerate(plan.expected):
-        if number in gathered:
-            yield name, *gathered.pop(number)
+        for run in _collect(plan, mine.pop(dtype, []), dtype, receiver):
+            gathered.setdefault(run.number, []).append(run)
+    for number in sorted(gathered):
+        yield names[number], *_merge(gathered.pop(number))
 
 
-def _by_tensor(which: torch.Tensor, flat: torch.Tensor, value: torch.Tensor):
-    """Tensor number -> (rising indices, values); repeated elements once."""
-    order = torch.argsort(flat, stable=True)
-    order = order[torch.argsort(which[order], stable=True)]
-    which, flat, value = which[order], flat[order], value[order]
-    first = torch.ones_like(which, dtype=torch.bool)
-    first[1:] = (which[1:] != which[:-1]) | (flat[1:] != flat[:-1])
-    which, flat, value = which[first], flat[first], value[first]
-    present, counts = torch.unique_consecutive(which, return_counts=True)
-    parts = zip(flat.split(counts.tolist()), value.split(counts.tolist()), strict=True)
-    return dict(zip(present.tolist(), parts, strict=True))
+@dataclass(frozen=True)
+class _Run:
+    """Changed elements of one full tensor, from one shard."""
+
+    number: int
+    flat: torch.Tensor
+    value: torch.Tensor
 
 
-def _collect(plan: Plan, columns: list[torch.Tensor], receiver: int):
-    """Every rank's columns (tensor number, flat index, value), on the receiver."""
+def _merge(runs: list[_Run]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rising indices and their values; an element that several ranks reported, once."""
+    flat, order = torch.sort(torch.cat([run.flat.long() for run in runs]), stable=True)
+    value = torch.cat([run.value for run in runs])[order]
+    first = torch.ones_like(flat, dtype=torch.bool)
+    first[1:] = flat[1:] != flat[:-1]
+    return flat[first], value[first]
+
+
+def _collect(plan: Plan, runs: list[_Run], dtype: torch.dtype, receiver: int) -> list[_Run]:
+    """Every rank's runs, on the receiver. An element travels as its index (4 bytes, or 8) and its value."""
     if plan.ranks == 1:
-        return [columns] if len(columns[0]) else []
-    count = torch.tensor([len(columns[0])], dtype=torch.int64, device=columns[0].device)
-    counts = [torch.empty_like(count) for _ in range(plan.ranks)]
-    dist.all_gather(counts, count, group=plan.group)
-    parts = []
-    for rank, n in enumerate(int(c) for c in counts):
-        if not n or plan.rank not in (rank, receiver):
+        return runs
+    device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
+    largest = max(math.prod(shape) for shape in plan.expected.values())
+    index_dtype = torch.int32 if largest < 2**31 else torch.int64
+    elements = sum(len(run.flat) for run in runs)
+    sizes = torch.tensor([len(runs), elements], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(sizes) for _ in range(plan.ranks)]
+    dist.all_gather(everyone, sizes, group=plan.group)
+    out = []
+    for rank, (count, elements) in enumerate(pair.tolist() for pair in everyone):
+        if not count:
             continue
-        if rank == receiver:
-            parts.append(columns)
+        if plan.rank == rank == receiver:
+            out += runs
         elif plan.rank == rank:
-            for column in columns:
-                dist.send(column.contiguous().view(torch.uint8), group=plan.group, group_dst=receiver)
-        else:
-            theirs = [torch.empty(n, dtype=column.dtype, device=column.device) for column in columns]
-            for column in theirs:
-                dist.recv(column.view(torch.uint8), group=plan.group, group_src=rank)
-            parts.append(theirs)
-    return parts
+            head = torch.tensor(
+                [[run.number, len(run.flat)] for run in runs], dtype=torch.int64, device=device
+            )
+            flat = torch.cat([run.flat.to(index_dtype) for run in runs])
+            value = torch.cat([run.value for run in runs])
+            for column in (head, flat, value.view(torch.uint8)):
+                dist.send(column, group=plan.group, group_dst=receiver)
+        elif plan.rank == receiver:
+            head = torch.empty((count, 2), dtype=torch.int64, device=device)
+            flat = torch.empty(elements, dtype=index_dtype, device=device)
+            value = torch.empty(elements, dtype=dtype, device=device)
+            for column in (head, flat, value.view(torch.uint8)):
+                dist.recv(column, group=plan.group, group_src=rank)
+            numbers, lengths = head.T.tolist()
+            pieces = zip(numbers, flat.split(lengths), value.split(lengths), strict=True)
+            out += [_Run(*piece) for piece in pieces]
+    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from numbers import Integral
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.param_export.plan import Plan
-from megatron.core.param_export.schedule import Bucket, Part, Schedule, schedule
+from megatron.core.param_export.schedule import Bucket, FullTensor, Part, Schedule, schedule
 
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 
@@ -151,12 +150,18 @@ class _Export:
     def pack(self, kind: str, places, run: torch.Tensor) -> None:
         if not places:
             return
-        from_, to = [], []
+        by_dtype: dict[torch.dtype, tuple[list, list, torch.Tensor]] = {}
         for number, offset in places:
-            flat = self.read(self.entries[kind][number].tensor).detach().reshape(-1).view(torch.uint8)
-            from_.append(flat)
-            to.append(run[offset : offset + flat.numel()])
-        torch._foreach_copy_(to, from_)
+            tensor = self.read(self.entries[kind][number].tensor).contiguous()
+            dtype = tensor.dtype
+            if dtype not in by_dtype:
+                by_dtype[dtype] = [], [], _typed(run, dtype)
+            to, from_, whole = by_dtype[dtype]
+            start = whole.storage_offset() + offset // dtype.itemsize
+            to.append(whole.as_strided(tensor.shape, tensor.stride(), start))
+            from_.append(tensor)
+        for to, from_, _ in by_dtype.values():
+            torch._foreach_copy_(to, from_)
 
     def pass_on(self, run: torch.Tensor, stage: int, stages: tuple[int, ...]) -> None:
         """Send a row from the owning stage to the ranks at its place in the stages that need it."""
@@ -188,31 +193,46 @@ class _Export:
         if self.cuda and self.to_host:
             yield from self.on_host(bucket, held)
             return
-        for name, shape, dtype, sources, one_run in bucket.tensors:
-            yield name, _assemble(held, shape, dtype, sources, one_run)
+        bytes_ = _Bytes(held)
+        for tensor in bucket.tensors:
+            yield tensor.name, bytes_.assemble(tensor)
 
     def on_host(self, bucket: Bucket, held) -> Iterator[tuple[str, torch.Tensor]]:
-        out = []
-        for name, shape, dtype, sources, one_run in bucket.tensors:
-            host = torch.empty(shape, dtype=dtype, pin_memory=True)
-            host.copy_(_assemble(held, shape, dtype, sources, one_run), non_blocking=True)
-            out.append((name, host))
+        bytes_, out = _Bytes(held), []
+        for tensor in bucket.tensors:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(bytes_.assemble(tensor), non_blocking=True)
+            out.append((tensor.name, host))
         torch.cuda.current_stream(self.device).synchronize()
         yield from out
 
 
-def _assemble(held, shape, dtype, sources, one_run) -> torch.Tensor:
-    if one_run:
-        (source,) = sources
-        start = source.offset + source.box.local_offset * dtype.itemsize
-        nbytes = math.prod(shape) * dtype.itemsize
-        return held[source.part][start : start + nbytes].view(dtype).view(shape)
-    full = torch.empty(shape, dtype=dtype, device=held[sources[0].part].device)
-    flat = full.view(-1)
-    for source in sources:
-        local = held[source.part][source.offset : source.offset + source.nbytes].view(dtype)
-        source.box.copy_to_full(local, flat)
-    return full
+class _Bytes:
+    """A gathered bucket, viewed as elements of several types."""
+
+    def __init__(self, held: list[torch.Tensor | None]):
+        self.held = held
+        self.views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def typed(self, part: int, dtype: torch.dtype) -> torch.Tensor:
+        if (part, dtype) not in self.views:
+            self.views[part, dtype] = _typed(self.held[part], dtype)
+        return self.views[part, dtype]
+
+    def assemble(self, tensor: FullTensor) -> torch.Tensor:
+        if tensor.run:
+            part, start = tensor.run
+            return self.typed(part, tensor.dtype).as_strided(tensor.shape, tensor.stride, start)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.held[tensor.sources[0].part].device)
+        for source in tensor.sources:
+            local = self.typed(source.part, source.unit)[source.offset : source.offset + source.size]
+            source.box.copy_to_full(local, full.view(-1).view(source.unit))
+        return full
+
+
+def _typed(bytes_: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as elements; what is left over at the end is left out."""
+    return bytes_[: len(bytes_) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,12 +37,33 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a box of a full tensor lies: byte offset of its shard in the part's bytes."""
+    """A box of a full tensor, and where its shard lies in the part's bytes.
+
+    The box counts units of ``unit``, an integer type as wide as whole runs of elements allow: elements are
+    only moved, and wide ones move faster. ``offset`` and ``size`` of the shard count the same units.
+    """
 
     part: int
+    unit: torch.dtype
     offset: int
-    nbytes: int
+    size: int
     box: Box
+
+
+@dataclass(frozen=True)
+class FullTensor:
+    """A tensor to hand out. ``run``: (part, element offset) where the gathered bytes hold it as it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[Source, ...]
+    run: tuple[int, int] | None
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Of the contiguous tensor."""
+        return tuple(math.prod(self.shape[k + 1 :]) for k in range(len(self.shape)))
 
 
 @dataclass
@@ -49,7 +71,7 @@ class Bucket:
     """One step of the export."""
 
     parts: list[Part]
-    tensors: list[tuple[str, tuple[int, ...], torch.dtype, list[Source], bool]]
+    tensors: list[FullTensor]
     nbytes: int
 
 
@@ -148,7 +170,7 @@ class _Scheduler:
 
     def bucket(self, units) -> Bucket:
         parts: dict[tuple, Part] = {}
-        where: dict[str, list[Source]] = {}
+        where: dict[str, list[tuple[int, int, int, Box]]] = {}
         pending = []
         for keys, _, _ in units:
             for key in keys:
@@ -170,26 +192,48 @@ class _Scheduler:
             start = offset + (rows if row is None else row) * part.row_bytes
             if row is None or not entry.replicated or entry.sharer:
                 for box in entry.boxes:
-                    source = Source(numbers[id(part)], start, entry.nbytes, box)
-                    where.setdefault(box.full_name, []).append(source)
-        tensors = []
-        for _, names, _ in units:
-            for name in names:
-                shape, dtype, sources = self.plan.expected[name], self.plan.dtype(name), where[name]
-                tensors.append((name, shape, dtype, sources, _is_one_run(shape, sources)))
+                    place = numbers[id(part)], start, entry.nbytes, box
+                    where.setdefault(box.full_name, []).append(place)
+        tensors = [self.full_tensor(name, where[name]) for _, names, _ in units for name in names]
         return Bucket(list(parts.values()), tensors, sum(size for _, _, size in units))
+
+    def full_tensor(self, name: str, places: list[tuple[int, int, int, Box]]) -> FullTensor:
+        shape, dtype = self.plan.expected[name], self.plan.dtype(name)
+        run = None
+        if len(places) == 1:
+            part, start, _, box = places[0]
+            if box.numel == math.prod(shape) and box.full_offset == 0 and box.local_stride == box.full_stride:
+                run = part, start // dtype.itemsize + box.local_offset
+        sources = () if run else tuple(_source(*place, dtype.itemsize, math.prod(shape)) for place in places)
+        return FullTensor(name, shape, dtype, sources, run)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def _is_one_run(shape, sources: list[Source]) -> bool:
-    """Whether the gathered bytes already hold the full tensor as it must be."""
-    if len(sources) != 1:
-        return False
-    box = sources[0].box
-    total = 1
-    for size in shape:
-        total *= size
-    return box.numel == total and box.full_offset == 0 and box.local_stride == box.full_stride
+_UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def _source(part: int, start: int, nbytes: int, box: Box, itemsize: int, numel: int) -> Source:
+    """A box in the widest units that its runs of elements, its strides and both tensors are made of."""
+    inner = [k for k in range(len(box.size)) if box.local_stride[k] == box.full_stride[k] == 1]
+    unit = itemsize
+    if inner:
+        (k,) = inner[:1]
+        others = [
+            s for j in range(len(box.size)) if j != k for s in (box.local_stride[j], box.full_stride[j])
+        ]
+        run = math.gcd(box.size[k], box.local_offset, box.full_offset, numel, nbytes // itemsize, *others)
+        unit = math.gcd(run * itemsize, 8)
+    wide = unit // itemsize
+    if wide > 1:
+        box = Box(
+            box.full_name,
+            tuple(n // wide if j == k else n for j, n in enumerate(box.size)),
+            box.local_offset // wide,
+            tuple(1 if j == k else s // wide for j, s in enumerate(box.local_stride)),
+            box.full_offset // wide,
+            tuple(1 if j == k else s // wide for j, s in enumerate(box.full_stride)),
+        )
+    return Source(part, _UNITS[unit], start // unit, nbytes // unit, box)
