@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,9 @@ def refusals(path):
     import argparse
 
     from examples.quickstart import options
+
+    if os.environ["RANK"] != "0":
+        return None  # the ranks would write the same file
 
     def refuse(parser, message):
         raise SystemExit(message)
