@@ -100,6 +100,7 @@ class Loop:
         self.fingerprints_equal, self.syncs = True, 0
         self.history: list[dict] = []
         self.worst_loss = self.worst_gradient = 0.0
+        self.attention_backend = policy.attention_backend(shape, self.device)
         self.parameters = sum(p.numel() for p in self.policy.core.parameters())
 
     def sync(self) -> dict:
@@ -118,7 +119,7 @@ class Loop:
     def experience(self):
         """Trajectories and what they earned; the same on every rank."""
         if self.given is not None:
-            return self.given, self.given_reward, 0.0
+            return self.given, self.given_reward, None
         found = None
         if self.main:
             problems = [task.problem(self.rng) for _ in range(self.args.groups)]
@@ -164,10 +165,10 @@ class Loop:
         dist.all_reduce(box, op=op)
         return float(box)
 
-    def held_out(self) -> float:
-        """The share of held-out problems that greedy answers solve exactly."""
+    def held_out(self) -> float | None:
+        """The share of held-out problems that greedy answers solve exactly; None where nobody asks any."""
         if self.given is not None or not self.main:
-            return 0.0
+            return None
         rng = random.Random(10_000)
         problems = [task.problem(rng) for _ in range(self.args.held_out)]
         responses, _ = rollout.answer(self.engine, problems, greedy=True)
@@ -221,15 +222,16 @@ class Loop:
             "dense_bytes": first["dense_bytes"] * self.syncs,
             "delta_bytes": first["sent_bytes"] + sum(e["sent_bytes"] for e in self.history),
             "bytes_per_sync_training": mean(train, "sent_bytes"),
-            "bytes_per_sync_small_lr": mean(small, "sent_bytes"),
+            "bytes_per_sync_small_lr": mean(small, "sent_bytes") if small else None,
             "density_training": mean(train, "density"),
-            "density_small_lr": mean(small, "density"),
+            "density_small_lr": mean(small, "density") if small else None,
             "small_lr": SMALL_LR,
             "syncs": self.syncs,
             "fingerprints_equal": self.fingerprints_equal,
             "max_logit_diff": logit_difference,
             "log_prob_drift": functools.reduce(worst, (e["log_prob_drift"] for e in self.history)),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+            "tree_attention_backend": self.attention_backend,
             "world_size": dist.get_world_size(),
             "tensor_parallel": self.args.tp,
             "pipeline_parallel": self.args.pp,

@@ -19,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.tree_attention import TreeAttentionCase, select_backend
 from megatron.core.tree_training import TreeBatch, log_probs
 
 
@@ -85,6 +86,25 @@ def gpt(shape: Shape, vocabulary: int, positions: int, dtype: torch.dtype, devic
         share_embeddings_and_output_weights=False,
     )
     return model.to(device=device, dtype=dtype)
+
+
+def attention_case(shape: Shape, device) -> TreeAttentionCase:
+    """What the policy's layers ask of tree attention while it trains in bf16."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return TreeAttentionCase(
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=torch.bfloat16,
+        heads=shape.heads // tp,
+        kv_heads=shape.kv_heads // tp,
+        qk_dim=shape.head_dim,
+        v_dim=shape.head_dim,
+    )
+
+
+def attention_backend(shape: Shape, device) -> str:
+    """The tree-attention backend that ``auto`` takes for the policy."""
+    return select_backend("auto", attention_case(shape, device))
 
 
 def policy_loss(values_T, batch: TreeBatch) -> torch.Tensor:

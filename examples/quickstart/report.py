@@ -17,24 +17,30 @@ def megabytes(count: float) -> str:
 
 
 def table(summary: dict) -> str:
-    """The summary as a person reads it."""
+    """The summary as a person reads it, without what there was nothing to measure for (None)."""
     linear, packed = summary["tokens_linear"], summary["tokens_packed"]
     dense, delta = summary["dense_bytes"], summary["delta_bytes"]
+    small = []
+    if summary["bytes_per_sync_small_lr"] is not None:
+        sent = f"{megabytes(summary['bytes_per_sync_small_lr'])}  ({summary['density_small_lr']:.2%} changed)"
+        small = [(f"  per sync at lr {summary['small_lr']:.0e}", sent)]
+    solved = []
+    if summary["solved_before"] is not None:
+        change = f"{summary['solved_before']:.3f} → {summary['solved_after']:.3f}"
+        solved = [("solved exactly, held out", change)]
     rows = [
         ("device, ranks", f"{summary['device']}, {summary['world_size']}"),
+        ("tree attention backend", f"{summary['tree_attention_backend']} (chosen by auto)"),
         ("steps, seconds", f"{summary['steps']}, {summary['seconds']:.0f}"),
         ("reward, first and last steps", f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}"),
-        ("solved exactly, held out", f"{summary['solved_before']:.3f} → {summary['solved_after']:.3f}"),
+        *solved,
         ("tokens, linear and packed", f"{linear:,} → {packed:,}  ({linear / packed:.2f}× fewer)"),
         ("tree against linear: |loss|", f"{summary['tree_vs_linear_loss_abs_diff']:.1e}"),
         ("tree against linear: gradients", f"{summary['tree_vs_linear_grad_rel_diff']:.1e} (relative)"),
         ("weights sent, if all dense", megabytes(dense)),
         ("weights sent", f"{megabytes(delta)}  ({dense / max(delta, 1):.2f}× less)"),
         ("  per sync, training", f"{megabytes(summary['bytes_per_sync_training'])}"),
-        (
-            f"  per sync at lr {summary['small_lr']:.0e}",
-            f"{megabytes(summary['bytes_per_sync_small_lr'])}  ({summary['density_small_lr']:.2%} changed)",
-        ),
+        *small,
         (
             "syncs, fingerprints equal",
             f"{summary['syncs']}, {'all' if summary['fingerprints_equal'] else 'NOT ALL'}",

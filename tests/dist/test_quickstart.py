@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,10 @@ def test_loop(tmp_path, ranks, layout):
     report, printed = quickstart(tmp_path, *layout, ranks=ranks)
     check(report, ranks)
     assert "syncs, fingerprints equal" in printed and "7, all" in printed
+    assert "solved exactly" in printed and "per sync at lr 1e-06" in printed
+    backend = report["tree_attention_backend"]
+    assert backend == "reference" or report["device"] != "cpu"
+    assert re.search(rf"^  tree attention backend +{backend} \(chosen by auto\)$", printed, re.MULTILINE)
 
 
 def test_given_trajectories(tmp_path):
@@ -74,9 +79,11 @@ def test_given_trajectories(tmp_path):
             )
     path = tmp_path / "given.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    report, _ = quickstart(tmp_path / "out", f"--trajectories={path}")
+    report, printed = quickstart(tmp_path / "out", f"--trajectories={path}", "--small-steps=0")
+    assert "solved" not in printed and report["solved_before"] is report["solved_after"] is None
+    assert "per sync at lr" not in printed and report["bytes_per_sync_small_lr"] is None
     assert report["fingerprints_equal"] is True and report["reward_first"] == 0.5
-    assert report["tokens_linear"] == 6 * sum(len(record["tokens"]) for record in records)
+    assert report["tokens_linear"] == 4 * sum(len(record["tokens"]) for record in records)
     assert report["tokens_packed"] < report["tokens_linear"] / 3
     losses = [step["loss"] for step in report["history"]]
     assert losses[3] < losses[0] - 0.1
@@ -157,6 +164,32 @@ def test_options_and_files_are_refused(world, tmp_path):
     path = tmp_path / "given.jsonl"
     wanted = [*REFUSED.values(), *(f"quickstart: --trajectories {path}: {text}" for text in GIVEN.values())]
     assert world(2, refusals, path=path)[0] == wanted
+
+
+def asked_case(shape):
+    """The policy's step asks the dispatcher for exactly the case that the report names a backend for."""
+    import torch
+
+    from examples.quickstart import policy
+    from megatron.core.transformer.tree_attention import select_backend
+    from megatron.core.tree_training import Trajectory, TreeBatch
+    from tests.dist.world import parallel
+
+    with parallel(tp=2):
+        shape = policy.Shape(**shape)
+        trainer = policy.Policy(shape, 32, 64, 1e-3, "cpu")
+        values = {"advantage": torch.ones(3), "rollout_log_probs": torch.zeros(3)}
+        batch = TreeBatch.from_trajectories([Trajectory([5, 6, 7], [0, 1, 1], values)], pad_to_multiple_of=4)
+        select_backend.cache_clear()
+        trainer.step([batch])
+        before = select_backend.cache_info().misses
+        chosen = policy.attention_backend(shape, torch.device("cpu"))
+        return chosen, before, select_backend.cache_info().misses
+
+
+def test_the_reported_backend_is_that_of_the_step(world):
+    shape = dict(layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48)
+    assert world(2, asked_case, shape=shape) == [("reference", 1, 1)] * 2
 
 
 def test_nan_is_the_worst():
