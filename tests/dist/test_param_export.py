@@ -168,6 +168,31 @@ def test_only_the_given_receivers_get_tensors(world, case, layout, receivers):
     assert counts == [len(torch_names(path)) if rank in named else 0 for rank in range(size)]
 
 
+def rearranged(fields, path):
+    """The tensors that need a copy after the gather when each travels alone; and that all are right."""
+    from safetensors.torch import load_file
+
+    from megatron.core.param_export import build_plan, export, load
+    from tests.dist import export_models
+
+    state, hf = load_file(path), SimpleNamespace(**fields)
+    with parallel(tp=2):
+        plan = build_plan(export_models.build(hf), hf).prove()
+        load(plan, state)
+        for name, tensor in export(plan, bucket_bytes=1):
+            assert torch.equal(tensor, state[name]) and tensor.is_contiguous(), name
+        [steps] = plan.schedules.values()
+        return {t.name for bucket in steps.buckets for t in bucket.tensors if not t.run}
+
+
+def test_shards_that_lie_whole_in_the_gathered_bytes_are_not_copied(world):
+    """Halves of the vocabulary (padding and all) and the replicated norms; not what rows of two ranks mix."""
+    fields, path, _, _ = reference("qwen3-8-heads")
+    for names in world(2, rearranged, fields, path):
+        kinds = {name.split(".")[-2] for name in names}
+        assert kinds == {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
 def torch_names(path):
     from safetensors import safe_open
 

@@ -89,7 +89,6 @@ class _Export:
         self.groups = {"dense": getattr(groups, "tp", None), "expert": getattr(groups, "tp_ep", None)}
         self.pipeline = getattr(groups, "pp", None)
 
-    @torch.no_grad()
     def run(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.plan.require_current()
         # Packing and gathering run on a stream of their own; what is handed out, on the caller's.
@@ -147,21 +146,17 @@ class _Export:
             work.append(dist.all_gather_into_tensor(gathered, given, group=group, async_op=True))
         return bytes_, work
 
+    @torch.no_grad()
     def pack(self, kind: str, places, run: torch.Tensor) -> None:
-        if not places:
-            return
-        by_dtype: dict[torch.dtype, tuple[list, list, torch.Tensor]] = {}
+        entries = self.entries[kind]
+        by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         for number, offset in places:
-            tensor = self.read(self.entries[kind][number].tensor).contiguous()
-            dtype = tensor.dtype
-            if dtype not in by_dtype:
-                by_dtype[dtype] = [], [], _typed(run, dtype)
-            to, from_, whole = by_dtype[dtype]
-            start = whole.storage_offset() + offset // dtype.itemsize
-            to.append(whole.as_strided(tensor.shape, tensor.stride(), start))
-            from_.append(tensor)
-        for to, from_, _ in by_dtype.values():
-            torch._foreach_copy_(to, from_)
+            flat = self.read(entries[number].tensor).reshape(-1)
+            by_dtype.setdefault(flat.dtype, []).append((flat, offset // flat.itemsize))
+        for dtype, given in by_dtype.items():
+            whole = run.view(dtype)
+            to = [whole[start : start + len(flat)] for flat, start in given]
+            torch._foreach_copy_(to, [flat for flat, _ in given])
 
     def pass_on(self, run: torch.Tensor, stage: int, stages: tuple[int, ...]) -> None:
         """Send a row from the owning stage to the ranks at its place in the stages that need it."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.core.param_export.families import family_of
 from megatron.core.param_export.families.family import BoundFamily
-from megatron.core.param_export.layout import LocalTensor, named_tensors, read_chunk, unwrap
+from megatron.core.param_export.layout import LocalTensor, read_chunk, tensor_ids, unwrap
 from megatron.core.param_export.members import (
     REPLICA,
     Content,
@@ -304,8 +304,7 @@ class Plan:
 
     def is_current(self) -> bool:
         """Whether the model still holds the very tensors that the plan was built from."""
-        live = {id(tensor) for model in self.models for _, tensor in named_tensors(model)}
-        return live == self._by_tensor.keys()
+        return set().union(*map(tensor_ids, self.models)) == self._by_tensor.keys()
 
     def require_current(self) -> None:
         """Refuse to export tensors that the model no longer uses. Collective; one small reduction.

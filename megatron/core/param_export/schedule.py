@@ -52,18 +52,16 @@ class Source:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A tensor to hand out. ``run``: (part, element offset) where the gathered bytes hold it as it is."""
+    """A tensor to hand out, contiguous. ``run``: (part, element offset) where the gathered bytes hold it as
+    it is; then it has no sources.
+    """
 
     name: str
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     sources: tuple[Source, ...]
     run: tuple[int, int] | None
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Of the contiguous tensor."""
-        return tuple(math.prod(self.shape[k + 1 :]) for k in range(len(self.shape)))
 
 
 @dataclass
@@ -199,13 +197,16 @@ class _Scheduler:
 
     def full_tensor(self, name: str, places: list[tuple[int, int, int, Box]]) -> FullTensor:
         shape, dtype = self.plan.expected[name], self.plan.dtype(name)
-        run = None
-        if len(places) == 1:
-            part, start, _, box = places[0]
-            if box.numel == math.prod(shape) and box.full_offset == 0 and box.local_stride == box.full_stride:
-                run = part, start // dtype.itemsize + box.local_offset
+        stride = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+        # Where the tensor's first element would lie, were all of it laid out like this box.
+        begins = {
+            (part, start // dtype.itemsize + box.local_offset - box.full_offset)
+            for part, start, _, box in places
+        }
+        alike = all(box.local_stride == box.full_stride for *_, box in places)
+        run = begins.pop() if alike and len(begins) == 1 else None
         sources = () if run else tuple(_source(*place, dtype.itemsize, math.prod(shape)) for place in places)
-        return FullTensor(name, shape, dtype, sources, run)
+        return FullTensor(name, shape, stride, dtype, sources, run)
 
 
 def _aligned(nbytes: int) -> int:
