@@ -27,8 +27,7 @@ TP ?= 1
 PP ?= 1
 quickstart: $(READY) ## the main job: an RL loop end to end, on whatever is here (NPROC=2 TP=2 or PP=2)
 	$(PY) -m patchset materialise
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) -m examples.quickstart \
-		--tp=$(TP) --pp=$(PP) $(ARGS)
+	$(PY) -m examples.quickstart --ranks=$(NPROC) --tp=$(TP) --pp=$(PP) $(ARGS)
 
 test: $(READY) ## the tests that need no GPU: patches, cpu, dist
 	$(PY) -m patchset materialise

@@ -12,19 +12,18 @@ payload; both sides compare fingerprints. Runs on CPU with gloo, and on GPUs wit
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import random
 import sys
 import time
-import warnings
 
-warnings.filterwarnings("ignore")
-logging.getLogger("megatron").setLevel(logging.ERROR)
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
+from examples.quickstart.quiet import hush
+
+hush(torch.cuda.is_available())
 if not torch.cuda.is_available():
     import megatron.cpu_runtime
 
@@ -242,6 +241,11 @@ class Loop:
 
 def main():
     args = options.arguments(__doc__)
+    if args.ranks > 1 and "RANK" not in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.ranks)))
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        program = ["-m", "examples.quickstart", *sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, *launcher, *program])
     loop = Loop(args)
     summary = loop.run()
     if loop.main:

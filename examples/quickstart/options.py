@@ -7,15 +7,23 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from examples.quickstart import policy, rollout
 from megatron.core.tree_training import TreeBatch, read_jsonl
 
 SMALL_LR = 1e-6
 
 
-def arguments(text: str):
-    """The command line, refused where it cannot run; ``text`` describes the program."""
-    p = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(text: str) -> argparse.ArgumentParser:
+    """The options; ``text`` describes the program."""
+    p = argparse.ArgumentParser(
+        "quickstart",
+        "make quickstart [NPROC=n] [TP=n] [PP=n] [ARGS='--option=value …'], options as of ARGS=--help",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--ranks", type=int, default=1, help="processes to start, unless a launcher did")
     p.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     p.add_argument("--pp", type=int, default=1, help="pipeline stages")
     p.add_argument("--steps", type=int, default=250, help="training steps")
@@ -34,6 +42,12 @@ def arguments(text: str):
     p.add_argument("--trajectories", type=Path, help="train on this JSON-lines file instead of sampling")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--out", type=Path, default=Path("build/quickstart"))
+    return p
+
+
+def arguments(text: str):
+    """The command line, refused where it cannot run."""
+    p = parser(text)
     args = p.parse_args()
     check_arguments(args, p.error)
     return args
@@ -41,14 +55,15 @@ def arguments(text: str):
 
 def check_arguments(args, refuse) -> None:
     """Call ``refuse`` with what is wrong, before anything is started."""
-    least = {"tp": 1, "pp": 1, "steps": 0, "small_steps": 0, "groups": 1, "held_out": 1, "max_tokens": 1}
-    least["group_size"] = 2  # an advantage is against the rest of its group
+    least = dict.fromkeys(("ranks", "tp", "pp", "groups", "held_out", "max_tokens"), 1)
+    least |= {"steps": 0, "small_steps": 0, "group_size": 2}  # an advantage is against the rest of its group
     for name, bound in least.items():
         if (value := getattr(args, name)) < bound:
             refuse(f"--{name.replace('_', '-')}: expected at least {bound}, got {value}")
     if args.steps + args.small_steps == 0:
         refuse("--steps and --small-steps are both 0: nothing would be trained")
-    shape, world, ranks = policy.Shape(), int(os.environ.get("WORLD_SIZE", 1)), args.tp * args.pp
+    shape, ranks = policy.Shape(), args.tp * args.pp
+    world = int(os.environ.get("WORLD_SIZE", args.ranks))
     if shape.kv_heads % args.tp or shape.layers % args.pp:
         refuse(
             f"--tp must divide {shape.kv_heads} (key/value heads) and --pp {shape.layers} (layers), "
@@ -59,6 +74,9 @@ def check_arguments(args, refuse) -> None:
             f"--tp={args.tp} --pp={args.pp} takes a multiple of {ranks} ranks, there are {world}: "
             f"make quickstart NPROC={ranks} TP={args.tp} PP={args.pp}"
         )
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)), torch.cuda.device_count()
+    if torch.cuda.is_available() and here > gpus:
+        refuse(f"{here} ranks take a GPU each, there are {gpus}; CUDA_VISIBLE_DEVICES= runs them on the CPU")
 
 
 def read_given(path: Path):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.quickstart.quiet import LOGGED, ON_CPU
+
 ROOT = Path(__file__).resolve().parents[2]
 
 KEYS = """steps reward_first reward_last tokens_linear tokens_packed tree_vs_linear_loss_abs_diff
@@ -18,10 +20,7 @@ seconds""".split()
 
 
 def quickstart(out, *options, ranks=1):
-    launch = [sys.executable, "-m", "examples.quickstart"]
-    if ranks > 1:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        launch += ["-m", "examples.quickstart"]
+    launch = [sys.executable, "-m", "examples.quickstart", f"--ranks={ranks}"]
     few = ["--steps=4", "--small-steps=2", "--groups=4", "--max-tokens=260", "--held-out=8"]
     done = subprocess.run(
         [*launch, *few, f"--out={out}", *options], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -30,6 +29,8 @@ def quickstart(out, *options, ranks=1):
     report = json.loads((out / "report.json").read_text())
     assert set(KEYS) <= set(report)
     assert (out / "report.png").stat().st_size > 10_000
+    if report["device"] == "cpu":
+        assert not [text for text in (*LOGGED, *ON_CPU, "not installed") if text in done.stderr]
     return report, done.stdout
 
 
@@ -101,12 +102,59 @@ def test_what_cannot_run_is_refused_with_the_way_out(tmp_path):
     path = tmp_path / "given.jsonl"
     path.write_text('{"tokens": [1, 2, 3], "response_length": 2, "loss_mask": [1, 1]}\n')
     assert refused(f"--trajectories={path}") == f"quickstart: --trajectories {path}: trajectory 0: no reward"
-    assert refused("--tp=2").endswith(
-        "--tp=2 --pp=1 takes a multiple of 2 ranks, there are 1: make quickstart NPROC=2 TP=2 PP=1"
+    assert refused("--ranks=3", "--tp=2").endswith(
+        "--tp=2 --pp=1 takes a multiple of 2 ranks, there are 3: make quickstart NPROC=2 TP=2 PP=1"
     )
 
 
+SPEAK = """
+import logging, warnings
+from examples.quickstart import quiet
+quiet.hush(cuda={cuda})
+for text in ("full scope is deprecated", "Apex is not installed. Falling back", "the norm is infinite"):
+    warnings.warn(text)
+for text in (*quiet.LOGGED, *quiet.ON_CPU, "the mask is lost"):
+    logging.getLogger("megatron.core.x").warning("%s", text + " here")
+logging.getLogger("megatron").info("building")
+"""
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_warnings_reach_the_user_and_named_chatter_does_not(cuda):
+    done = subprocess.run(
+        [sys.executable, "-c", SPEAK.format(cuda=cuda)], cwd=ROOT, capture_output=True, text=True
+    )
+    shown = [line for line in done.stderr.splitlines() if not line.startswith(" ")]
+    expected = ["<string>:6: UserWarning: the norm is infinite"]
+    if cuda:
+        expected += [f"WARNING megatron.core.x: {text} here" for text in ON_CPU]
+    assert shown == [*expected, "WARNING megatron.core.x: the mask is lost here"]
+
+
+def too_few_gpus():
+    import torch
+
+    from examples.quickstart import options
+
+    told = []
+    for started in (False, True):  # by `--ranks`, or by a launcher
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "device_count", lambda: 1)
+            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                patch.setenv(name, "2") if started else patch.delenv(name, raising=False)
+            patch.setattr(sys, "argv", ["quickstart", *([] if started else ["--ranks=2"])])
+            options.check_arguments(options.parser("").parse_args(), told.append)
+    return told
+
+
+def test_more_ranks_than_gpus_are_refused(world):
+    message = "2 ranks take a GPU each, there are 1; CUDA_VISIBLE_DEVICES= runs them on the CPU"
+    assert world(2, too_few_gpus) == [[message] * 2] * 2
+
+
 REFUSED = {
+    "--ranks=0": "--ranks: expected at least 1, got 0",
     "--group-size=1": "--group-size: expected at least 2, got 1",
     "--groups=0": "--groups: expected at least 1, got 0",
     "--steps=0 --small-steps=0": "--steps and --small-steps are both 0: nothing would be trained",
