@@ -7,17 +7,19 @@
 TF/s count the exact pairs of the tree: 2·H·pairs·(D + Dv) operations forward, 2.5 times that backward. Beside
 every tree, in the same run: plain causal attention of as many pairs in one sequence (flash-attn-4 and cuDNN),
 and in sequences as long as the tree's paths, where a row of blocks is as short as the tree's (flash-attn-4);
-FlexAttention; and the linear layout, in which every path is a sequence of its own. The limit of the speed-up
-over linear is its ratio of pairs.
+FlexAttention; and the linear layout, in which every path is a sequence of its own. All of them take turns.
+The limit of the speed-up over linear is its ratio of pairs.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,40 +48,45 @@ def inputs(tokens, options):
     return made, upstream
 
 
-def time_both(function, tensors, upstream):
-    """Milliseconds of ``function()`` and of its backward."""
-    with torch.no_grad():
-        forward = recording.milliseconds(function, 15)
-    out = function()
-    backward = recording.milliseconds(
-        lambda: torch.autograd.grad(out, tensors, upstream, retain_graph=True), 15
-    )
-    return forward, backward
+@dataclasses.dataclass
+class Contestant:
+    """Something to time: one call, what it is differentiated by, and how many times the tree's pairs it
+    computes."""
+
+    run: Callable[[], torch.Tensor]
+    tensors: list[torch.Tensor]
+    upstream: torch.Tensor
+    share: float
 
 
-def causal_by(name, tokens, options, sequences=1):
+def fa4_causal(tokens, options, pairs, sequences=1):
     """Plain causal attention over sequences of ``tokens``."""
+    from flash_attn.cute import flash_attn_func
+
     (q, k, v), upstream = inputs(tokens * sequences, options)
-    if name == "FA4 causal":
-        from flash_attn.cute import flash_attn_func
 
-        def fa4():
-            batch = [t.unflatten(0, (sequences, tokens)) for t in (q, k, v)]
-            return flash_attn_func(*batch, causal=True)[0].flatten(0, 1)
+    def run():
+        batch = [t.unflatten(0, (sequences, tokens)) for t in (q, k, v)]
+        return flash_attn_func(*batch, causal=True)[0].flatten(0, 1)
 
-        return time_both(fa4, (q, k, v), upstream)
+    return Contestant(run, [q, k, v], upstream, sequences * tokens * (tokens + 1) / 2 / pairs)
+
+
+def cudnn_causal(tokens, options, pairs):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def cudnn():
+    (q, k, v), upstream = inputs(tokens, options)
+
+    def run():
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(
                 *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
             )[0].transpose(0, 1)
 
-    return time_both(cudnn, (q, k, v), upstream)
+    return Contestant(run, [q, k, v], upstream, tokens * (tokens + 1) / 2 / pairs)
 
 
-def linear(nodes, options):
+def linear(nodes, options, pairs):
     """Every path from a root to a leaf as a sequence of its own, packed THD, by flash-attn-4."""
     from flash_attn.cute import flash_attn_varlen_func
 
@@ -93,7 +100,7 @@ def linear(nodes, options):
             q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
         )[0]
 
-    return time_both(run, (q, k, v), upstream)
+    return Contestant(run, [q, k, v], upstream, sum(n * (n + 1) / 2 for n in lengths) / pairs)
 
 
 def fresh(nodes):
@@ -111,7 +118,7 @@ def metadata_ms(nodes, head):
         torch.cuda._sleep(20_000_000)  # as in recording.milliseconds
         start = time.perf_counter()
         begin.record()
-        flash._lists(metadata, flash.block_sizes(head), None, False)
+        flash._lists(metadata, flash.block_sizes(head), None)
         flash.mask_tensors(metadata, None)
         end.record()
         host.append(1e3 * (time.perf_counter() - start))
@@ -131,6 +138,7 @@ class Tree:
         self.tensors, self.upstream = inputs(self.metadata.padded_size, options)
 
     def tflops(self, ms, backward):
+        """On the tree's exact pairs."""
         flops = 2 * self.options.heads * self.pairs * (self.options.head_dim + self.options.v_dim)
         return flops * (2.5 if backward else 1.0) / ms / 1e9
 
@@ -141,64 +149,85 @@ class Tree:
         partial = float((some & ~every).sum() / some.sum())
         rows.add(self.case, "partial share of visited blocks", partial, "")
 
-    def causal(self, rows, have_flash):
-        """{(name, direction): TF/s} of plain causal attention with as many pairs."""
+    def backend(self, name):
+        q, k, v = self.tensors
+        return Contestant(
+            lambda: tree_attention(q, k, v, self.metadata, backend=name), self.tensors, self.upstream, 1.0
+        )
+
+    def contestants(self, have_flash):
+        """{name: Contestant}, plain causal attention first."""
         side = math.isqrt(2 * self.pairs) // 128 * 128
         path = max(round(2 * self.pairs / self.metadata.padded_size / 128), 1) * 128
-        plans = [("cuDNN causal", side, 1)]
-        if have_flash:
-            plans = [("FA4 causal", side, 1), *plans]
-            sequences = round(2 * self.pairs / path**2)
-            plans += [("FA4 causal", path, sequences)] if sequences > 1 else []
+        sequences = round(2 * self.pairs / path**2)
         found = {}
-        for name, tokens, sequences in plans:
-            label = name if sequences == 1 else f"{name}, {sequences} x {tokens}"
-            try:
-                times = causal_by(name, tokens, self.options, sequences)
-            except RuntimeError as error:
-                print(f"{self.case}: {label} cannot: {str(error).splitlines()[0]}")
-                continue
-            share = sequences * tokens * (tokens + 1) / 2 / self.pairs
-            for i, direction in enumerate(DIRECTIONS):
-                value = self.tflops(times[i] / share, i)
-                found.setdefault((name, i), value)
-                rows.add(self.case, f"{label}, as many pairs, {direction}", value, "TF/s")
+        if have_flash:
+            found[FA4] = fa4_causal(side, self.options, self.pairs)
+            if sequences > 1:
+                name = f"FA4 causal, {sequences} x {path}"
+                found[name] = fa4_causal(path, self.options, self.pairs, sequences)
+        found["cuDNN causal"] = cudnn_causal(side, self.options, self.pairs)
+        if have_flash:
+            found[LINEAR] = linear(self.nodes, self.options, self.pairs)
+            found["flash"] = self.backend("flash")
+        if not self.options.no_flex:
+            found["flex"] = self.backend("flex")
         return found
 
-    def backend(self, rows, name, plain):
-        """Milliseconds forward and backward of one of ours."""
-        q, k, v = self.tensors
-        times = time_both(
-            lambda: tree_attention(q, k, v, self.metadata, backend=name), self.tensors, self.upstream
-        )
-        for i, direction in enumerate(DIRECTIONS):
-            reference = plain.get(("FA4 causal", i), plain.get(("cuDNN causal", i)))
-            rows.add(self.case, f"{name} {direction}", times[i], "ms")
-            metric = f"{name} {direction} on exact pairs"
-            rows.add(self.case, metric, self.tflops(times[i], i), "TF/s", reference)
-        return times
-
-    def against_linear(self, rows, times):
-        device, host = metadata_ms(self.nodes, max(self.options.head_dim, self.options.v_dim))
-        rows.add(self.case, "block lists of a micro-batch, device", device, "ms", sum(times), None, 0.01)
-        rows.add(self.case, "block lists of a micro-batch, host", host, "ms")
-        both = linear(self.nodes, self.options)
-        for i, direction in enumerate(DIRECTIONS):
-            rows.add(self.case, f"linear layout, FA4 varlen, {direction}", both[i], "ms")
-        speedup = sum(both) / sum(times)
-        rows.add(self.case, "speed-up over linear", speedup, "x", None, None, self.stats["pair ratio"])
-
-
-DIRECTIONS = ("forward", "backward")
+    def measure(self, rows, have_flash):
+        self.blocks(rows)
+        contestants = self.contestants(have_flash)
+        total = dict.fromkeys(contestants, 0.0)
+        for backward, direction in enumerate(("forward", "backward")):
+            times = in_turns(contestants, backward, self.case)
+            speed = {name: self.tflops(ms / contestants[name].share, backward) for name, ms in times.items()}
+            for name, ms in times.items():
+                total[name] += ms
+                if name in OURS or name == LINEAR:
+                    rows.add(self.case, f"{name} {direction}", ms, "ms")
+                if name in OURS:
+                    plain = speed.get(FA4, speed.get("cuDNN causal"))
+                    rows.add(self.case, f"{name} {direction} on exact pairs", speed[name], "TF/s", plain)
+                else:
+                    rows.add(self.case, f"{name} {direction}", speed[name], "TF/s")
+        if have_flash:
+            device, host = metadata_ms(self.nodes, max(self.options.head_dim, self.options.v_dim))
+            lists = "block lists of a micro-batch"
+            rows.add(self.case, f"{lists}, device", device, "ms", total["flash"], None, 0.01)
+            rows.add(self.case, f"{lists}, host", host, "ms")
+            speedup = total[LINEAR] / total["flash"]
+            rows.add(self.case, "speed-up over linear", speedup, "x", None, None, self.stats["pair ratio"])
 
 
-def measure(rows, tree, have_flash):
-    tree.blocks(rows)
-    plain = tree.causal(rows, have_flash)
-    if have_flash:
-        tree.against_linear(rows, tree.backend(rows, "flash", plain))
-    if not tree.options.no_flex:
-        tree.backend(rows, "flex", plain)
+FA4, LINEAR = "FA4 causal", "linear layout, FA4 varlen"
+OURS = ("flash", "flex")
+
+
+def in_turns(contestants, backward, case):
+    """{name: milliseconds}; one that cannot run is dropped from the contest, with a message."""
+    runs = {}
+    for name, this in list(contestants.items()):
+
+        def run(this=this):
+            with torch.no_grad():
+                this.run()
+
+        try:
+            if backward:
+                out = this.run()
+
+                def run(this=this, out=out):
+                    torch.autograd.grad(out, this.tensors, this.upstream, retain_graph=True)
+
+            run()
+        except RuntimeError as error:
+            if name in OURS:
+                raise
+            print(f"{case}: {name} cannot: {str(error).splitlines()[0]}")
+            del contestants[name]
+            continue
+        runs[name] = run
+    return recording.in_turns(runs)
 
 
 def tune(rows, trees):
@@ -246,7 +275,7 @@ def main():
         tune(rows, trees)
     else:
         for tree in trees:
-            measure(rows, tree, why is None)
+            tree.measure(rows, why is None)
             torch.cuda.empty_cache()
     rows.write()
 

@@ -2,7 +2,6 @@
 it."""
 
 import datetime
-import itertools
 import json
 import platform
 import re
@@ -22,30 +21,44 @@ def device_name():
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}"
 
 
-def milliseconds(run, repeats=10, warmup=3):
-    """Median time of a call: device events on CUDA, the wall clock otherwise.
+def milliseconds(run, repeats=10, warmup=3, prepare=lambda: None):
+    """Median time of ``run()``, each after an untimed ``prepare()``: device events on CUDA, the wall clock
+    otherwise.
 
     On CUDA all calls are queued behind a pause, so that the device never waits for the host in between: what
     is measured is device time, not launch time.
     """
     for _ in range(warmup):
+        prepare()
         run()
     if not torch.cuda.is_available():
         times = []
         for _ in range(repeats):
+            prepare()
             begin = time.perf_counter()
             run()
             times.append(1e3 * (time.perf_counter() - begin))
         return statistics.median(times)
     torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda._sleep(20_000_000)  # about 10 ms of head start for the host
-    for mark in marks[:-1]:
-        mark.record()
+    for begin, end in marks:
+        prepare()
+        begin.record()
         run()
-    marks[-1].record()
+        end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(marks))
+    return statistics.median(begin.elapsed_time(end) for begin, end in marks)
+
+
+def in_turns(runs, rounds=5, repeats=4):
+    """{name: median milliseconds} of several calls that take turns, so that a clock that falls as the device
+    warms up is the same for all of them."""
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(milliseconds(run, repeats, warmup=1))
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def installed_versions():

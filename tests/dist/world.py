@@ -177,7 +177,7 @@ def _release_models() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     for thing in gc.get_objects():
-        if isinstance(thing, DistributedDataParallel):
+        if issubclass(type(thing), DistributedDataParallel):  # isinstance would follow dead weak proxies
             vars(thing).clear()
     RotaryEmbedding.forward.cache_clear()
     gc.collect()

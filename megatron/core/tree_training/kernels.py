@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-STATISTICS_BLOCK, STATISTICS_WARPS = 8192, 8
-GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
+STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 4
+GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
 
 FLOOR: tl.constexpr = tl.constexpr(-1000.0)
 """Below it a power of two is 0 in fp32, so what it multiplies may be cut there: 0 · -inf would be NaN."""

@@ -8,9 +8,10 @@ in one pass: 8.125 to 8.25 bytes an element for bf16 from fp32, where the plain 
 that all keep their bits need no store, so where few change the traffic falls towards 6.125 bytes.
 
 Expansion. Words are cut into blocks. One kernel counts the bits of each block, a prefix sum over the counts
-gives each block its place, and a second kernel writes the indices: every word gives up its lowest set bit per
-round, for as many rounds as the fullest word of the block has bits. Work follows words and changes, not
-elements.
+gives each block its place, and a second kernel writes the indices. Where few bits are set every word gives up
+its lowest one per round, for as many rounds as the fullest word of the block has bits: work follows words and
+changes, not elements. Where many are set, every element finds its own place, so that neighbours write to
+neighbouring places.
 
 `TRITON_INTERPRET=1` runs them on the CPU.
 """
@@ -23,8 +24,10 @@ import triton.language as tl
 
 __all__ = ["capture", "expand"]
 
-CAPTURE_BYTES = 512  # of the mask to a program: 4096 elements
+CAPTURE_BYTES = 1024  # of the mask to a program: 8192 elements
 EXPAND_WORDS = 512
+DENSE_BITS: tl.constexpr = tl.constexpr(4)  # set bits per word from which every element is looked at
+DENSE_WORDS: tl.constexpr = tl.constexpr(32)  # at a time
 
 
 @triton.jit
@@ -71,11 +74,27 @@ def _count_kernel(words, counts, num_words, WORDS: tl.constexpr):
 def _compact_kernel(words, ends, counts, model, indices, values, num_words, first, WORDS: tl.constexpr):
     block = tl.program_id(0)
     count = tl.load(counts + block)
-    if count > 0:
-        row = block.to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    start = block.to(tl.int64) * WORDS
+    place = tl.load(ends + block) - count
+    if count > WORDS * DENSE_BITS:
+        for begin in range(0, WORDS, DENSE_WORDS):
+            row = start + begin + tl.arange(0, DENSE_WORDS)
+            word = tl.load(words + row, mask=row < num_words, other=0).to(tl.uint32, bitcast=True)
+            bits = _popcount(word)
+            before = place + tl.cumsum(bits, 0) - bits
+            lane = tl.arange(0, 32)[None, :].to(tl.uint32)
+            present = ((word[:, None] >> lane) & 1) != 0
+            lower = word[:, None] & ((tl.full([1, 32], 1, tl.uint32) << lane) - 1)
+            at = before[:, None] + _popcount(lower)
+            index = row[:, None] * 32 + lane.to(tl.int32)
+            tl.store(indices + at, index + first, mask=present)
+            tl.store(values + at, tl.load(model + index, mask=present), mask=present)
+            place += tl.sum(bits)
+    elif count > 0:
+        row = start + tl.arange(0, WORDS)
         word = tl.load(words + row, mask=row < num_words, other=0).to(tl.uint32, bitcast=True)
         bits = _popcount(word)
-        place = tl.load(ends + block) - count + tl.cumsum(bits, 0) - bits
+        at = place + tl.cumsum(bits, 0) - bits
         rounds = tl.max(bits)
         while rounds > 0:
             present = word != 0
@@ -83,9 +102,9 @@ def _compact_kernel(words, ends, counts, model, indices, values, num_words, firs
             power = (word ^ lower).to(tl.float32)  # a power of two: its exponent is the bit's position
             lane = (power.to(tl.int32, bitcast=True) >> 23) - 127
             index = row * 32 + lane
-            tl.store(indices + place, index + first, mask=present)
-            tl.store(values + place, tl.load(model + index, mask=present), mask=present)
-            place += present.to(tl.int64)
+            tl.store(indices + at, index + first, mask=present)
+            tl.store(values + at, tl.load(model + index, mask=present), mask=present)
+            at += present.to(tl.int64)
             word = lower
             rounds -= 1
 

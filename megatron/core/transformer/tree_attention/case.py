@@ -4,7 +4,7 @@ A backend is a module of this package with
 
 - ``supports(case) -> str | None``: None, or the reason why it cannot serve, as the end of the sentence
   "backend X cannot serve because ...". It must not import anything heavy or optional.
-- ``attend(q, k, v, metadata, *, softmax_scale, window, sink, softcap, deterministic) -> out``, q [T, H, D],
+- ``attend(q, k, v, metadata, *, softmax_scale, window, sink, softcap) -> out``, q [T, H, D],
   k [T, Hkv, D], v [T, Hkv, Dv], sink [H] or None, out [T, H, Dv] in the dtype of q: differentiable in q, k, v
   and sink. It works for any T and keeps its buffers with ``metadata.cached``. Optional packages are imported
   in here.

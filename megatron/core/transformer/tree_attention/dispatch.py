@@ -81,7 +81,6 @@ def tree_attention(
         window=window,
         sink=sink,
         softcap=softcap,
-        deterministic=case.deterministic,
     )
 
 
@@ -163,7 +162,6 @@ def tree_core_attention(
         window=window,
         sink=sink,
         softcap=None,
-        deterministic=case.deterministic,
     )
     return output.reshape(output.shape[0], -1)
 

@@ -40,6 +40,8 @@ def supports(case: TreeAttentionCase) -> str | None:
         return f"on compute capability 10.x it takes head sizes up to 128, and 192/128, not {case.qk_dim}"
     if case.softcap:
         return "its softcap has no tested backward together with a mask"
+    if case.deterministic:
+        return "its backward over block lists adds gradients up in any order"
     return _package()
 
 
@@ -67,14 +69,13 @@ def attend(
     window: int | None = None,
     sink: torch.Tensor | None = None,
     softcap: float | None = None,
-    deterministic: bool = False,
 ) -> torch.Tensor:
     """q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv], sink [H] -> [T, H, Dv]; see ``case`` for the contract."""
     from flash_attn.cute import flash_attn_func
 
     blocks = block_sizes(max(q.shape[-1], v.shape[-1]), torch.cuda.get_device_capability(q.device)[0])
     forward, backward = metadata.cached(
-        ("flash", blocks, window, deterministic), lambda m: _lists(m, blocks, window, deterministic)
+        ("flash", blocks, window), lambda m: _lists(m, blocks, window)
     )
     out_1THD, lse_1HT = flash_attn_func(
         q[None],
@@ -85,7 +86,6 @@ def attend(
         aux_tensors=mask_tensors(metadata, window),
         block_sparse_tensors=forward,
         block_sparse_tensors_bwd=backward,
-        deterministic=deterministic,
         return_lse=sink is not None,
     )
     if sink is not None:
@@ -111,17 +111,11 @@ def block_sizes(head_size: int, capability_major: int = 9) -> tuple[tuple[int, i
     return (128, 80), (64, 64)
 
 
-def _lists(metadata: TreeMetadata, blocks, window: int | None, deterministic: bool):
+def _lists(metadata: TreeMetadata, blocks, window: int | None):
     """Block lists of the forward and the backward kernel; ``blocks`` as from ``block_sizes``."""
-    from flash_attn.cute.block_sparsity import compute_dq_write_order
-
     forward_blocks, backward_blocks = blocks
     forward = sparse_tensors(metadata, forward_blocks, transposed=False, window=window)
     backward = sparse_tensors(metadata, backward_blocks, transposed=True, window=window)
-    if deterministic:
-        rows = sparse_tensors(metadata, backward_blocks, transposed=False, window=window)
-        order, order_full = compute_dq_write_order(*rows[:4], *backward[:4])
-        backward = backward._replace(dq_write_order=order, dq_write_order_full=order_full, spt=False)
     return forward, backward
 
 

@@ -52,7 +52,6 @@ def attend(
     window: int | None = None,
     sink: torch.Tensor | None = None,
     softcap: float | None = None,
-    deterministic: bool = False,
 ) -> torch.Tensor:
     """q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv], sink [H] -> [T, H, Dv]; see ``case`` for the contract.
 

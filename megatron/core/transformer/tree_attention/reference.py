@@ -43,7 +43,6 @@ def attend(
     window: int | None = None,
     sink: torch.Tensor | None = None,
     softcap: float | None = None,
-    deterministic: bool = False,
 ) -> torch.Tensor:
     """q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv], sink [H] -> [T, H, Dv]; see ``case`` for the contract."""
     mask_TT = metadata.cached(("reference", window), lambda m: visible(m, window))
