@@ -73,6 +73,11 @@ def on_gpu(**fields):
             "on compute capability 10.x it takes head sizes up to 128, and 192/128, not 256",
         ),
         (dict(softcap=True), "its softcap has no tested backward together with a mask"),
+        # Also without gradients: the first pass of a recomputed layer must take the backend of the second.
+        (
+            dict(deterministic=True, needs_grad=False),
+            "its backward over block lists adds gradients up in any order",
+        ),
     ],
 )
 def test_what_flash_refuses(fields, reason):
