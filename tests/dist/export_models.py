@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -122,9 +124,31 @@ FAMILY_FIELDS = {
 }
 
 
-def build(hf: SimpleNamespace, *, mtp: int = 0, **overrides) -> list[GPTModel]:
-    """The chunks of this rank; parameters and expert biases are poisoned with NaN."""
-    fields = common(hf) | FAMILY_FIELDS[hf.model_type](hf) | overrides
+def build(hf: SimpleNamespace, *, mtp: int = 0, te: bool = False, **overrides) -> list[GPTModel]:
+    """The chunks of this rank; parameters and expert biases are poisoned with NaN.
+
+    ``te``: the layer specs of Transformer Engine, experts in grouped layers. Without a GPU the model can be
+    built, but not run.
+    """
+    fields = common(hf) | FAMILY_FIELDS[hf.model_type](hf)
+    if te:
+        fields["transformer_impl"] = "transformer_engine"
+        fields["moe_grouped_gemm"] = "num_moe_experts" in fields
+    fields |= overrides
+    with _transformer_engine_on_cpu() if te and not torch.cuda.is_available() else contextlib.nullcontext():
+        chunks = _build(hf, fields, mtp, te)
+    poison(chunks)
+    return chunks
+
+
+@contextlib.contextmanager
+def _transformer_engine_on_cpu():
+    """Its modules refuse to be made where there is no GPU, although they hold nothing but parameters yet."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        yield
+
+
+def _build(hf, fields, mtp, te):
     if mtp:
         fields["mtp_num_layers"] = mtp
     if fields["pipeline_model_parallel_size"] > 1 and "pipeline_model_parallel_layout" not in fields:
@@ -134,16 +158,16 @@ def build(hf: SimpleNamespace, *, mtp: int = 0, **overrides) -> list[GPTModel]:
     chunks = []
     for stage in range(vpp) if vpp else [None]:
         block = get_gpt_decoder_block_spec(
-            cfg, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
+            cfg, use_transformer_engine=te, normalization="RMSNorm", vp_stage=stage
         )
-        for layer in block.layer_specs:
+        for layer in block.layer_specs if not te else ():
             _plain_latent_attention(cfg, layer)
         more = {}
         if mtp:
             # the MTP stage may have no decoder layer of its own, so the spec comes from the whole model
-            whole = get_gpt_decoder_block_spec_of_one_layer(cfg)
+            whole = _last_layer(cfg, te)
             more["mtp_block_spec"] = get_gpt_mtp_block_spec(
-                cfg, whole, use_transformer_engine=False, vp_stage=stage
+                cfg, whole, use_transformer_engine=te, vp_stage=stage
             )
         chunks.append(
             GPTModel(
@@ -162,16 +186,16 @@ def build(hf: SimpleNamespace, *, mtp: int = 0, **overrides) -> list[GPTModel]:
                 **more,
             )
         )
-    poison(chunks)
     return chunks
 
 
-def get_gpt_decoder_block_spec_of_one_layer(cfg):
+def _last_layer(cfg, te):
     """A layer spec for MTP: that of the model's last layer."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 
-    spec = get_gpt_decoder_layer_specs(cfg, use_transformer_engine=False, normalization="RMSNorm")[-1]
-    _plain_latent_attention(cfg, spec)
+    spec = get_gpt_decoder_layer_specs(cfg, use_transformer_engine=te, normalization="RMSNorm")[-1]
+    if not te:
+        _plain_latent_attention(cfg, spec)
     return spec
 
 

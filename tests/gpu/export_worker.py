@@ -3,7 +3,8 @@ them.
 
     python -m torch.distributed.run --standalone --nproc-per-node=2 tests/gpu/export_worker.py CASES.json
 
-CASES.json: a list of {case, fields, path, groups, te}. Rank 0 prints one line of JSON.
+CASES.json: a list of {case, fields, path, groups, te}; te: null for local layers, or what the model of
+Transformer Engine's layers has besides. Rank 0 prints one line of JSON.
 """
 
 import json
@@ -19,36 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "build/tree"), str(ROOT)]
 
 
-def build(hf, te):
-    from megatron.core.models.gpt import gpt_layer_specs
-    from tests.dist import export_models
-
-    if not te:  # the local norms refuse sequence parallelism, which changes no parameter
-        return [chunk.cuda() for chunk in export_models.build(hf, sequence_parallel=False)]
-    kept = export_models.get_gpt_decoder_block_spec
-
-    def block(cfg, use_transformer_engine, **rest):
-        return gpt_layer_specs.get_gpt_decoder_block_spec(cfg, use_transformer_engine=True, **rest)
-
-    export_models.get_gpt_decoder_block_spec = block
-    plain, export_models._plain_latent_attention = export_models._plain_latent_attention, lambda *_: None
-    try:
-        chunks = export_models.build(hf, transformer_impl="transformer_engine", **te)
-    finally:
-        export_models.get_gpt_decoder_block_spec = kept
-        export_models._plain_latent_attention = plain
-    return [chunk.cuda() for chunk in chunks]
-
-
 def run(fields, path, groups, te):
     from safetensors.torch import load_file
 
     from megatron.core.param_export import build_plan, export, export_changed, load
+    from tests.dist.export_models import build
     from tests.dist.world import parallel
 
     state, hf = load_file(path), SimpleNamespace(**fields)
     with parallel(**groups):
-        chunks = build(hf, te)
+        # the local norms refuse sequence parallelism, which changes no parameter
+        more = dict(sequence_parallel=False) if te is None else dict(te=True, **te)
+        chunks = [chunk.cuda() for chunk in build(hf, **more)]
         classes = sorted({type(module).__name__ for chunk in chunks for module in chunk.modules()})
         plan = build_plan(chunks, hf).prove()
         load(plan, state)

@@ -24,13 +24,18 @@ LOCAL = [
     ("deepseek_v3", dict(tp=2), None),
     ("gpt_oss", dict(pp=2), None),
 ]
-TE = [
-    ("qwen3", dict(tp=2), {}),
+TE = [  # every family; what the layers do not have in common: fused norms, biases, grouped experts, MLA
+    ("llama", dict(tp=2), {}),
     ("qwen2", dict(tp=2), {}),
-    ("qwen3_moe", dict(ep=2), dict(moe_grouped_gemm=True)),
-    ("qwen3_moe", dict(tp=2, etp=2), dict(moe_grouped_gemm=True)),
-    ("deepseek_v3", dict(tp=2), dict(moe_grouped_gemm=True)),
-    ("gpt_oss", dict(ep=2), dict(moe_grouped_gemm=True)),
+    ("qwen3", dict(tp=2), {}),
+    ("qwen3-tied", dict(pp=2), {}),
+    ("qwen3_moe", dict(ep=2), {}),
+    ("qwen3_moe", dict(tp=2, etp=2), {}),
+    ("mixtral", dict(ep=2), {}),
+    ("deepseek_v3", dict(tp=2), {}),
+    ("deepseek_v3", dict(ep=2), dict(mla_down_proj_fusion=True)),
+    ("glm4_moe", dict(tp=2, ep=2, etp=1), {}),
+    ("gpt_oss", dict(ep=2), {}),
 ]
 
 
@@ -39,7 +44,7 @@ def run(tmp_path, cases):
     for case, groups, te in cases:
         fields, path, _, _ = reference(case)
         fields = {k: v for k, v in fields.items() if isinstance(v, int | float | str | list | None)}
-        name = f"{case} {groups}"
+        name = f"{case} {groups} {te}"
         jobs.append(dict(case=name, fields=fields, path=path, groups=groups, te=te))
     (tmp_path / "cases.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
