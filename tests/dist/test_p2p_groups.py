@@ -226,8 +226,8 @@ def test_overlapped_warmup_needs_the_second_communicator(world):
         world(4, own_collection, [2, 3], False, **SCHEDULES["vpp2-overlap-warmup"])
 
 
-def varied_lengths(pp=1, vpp=None, **model):
-    """Losses of one backward pass per micro-batch length pattern; every micro-batch has another length."""
+def varied_lengths(count, pp=1, vpp=None, **model):
+    """Loss and gradient norm of one step; every one of `count` micro-batches has another length."""
     import torch
 
     from tests.dist import small_gpt
@@ -243,19 +243,21 @@ def varied_lengths(pp=1, vpp=None, **model):
         cfg = small_gpt.config(
             variable_seq_lengths=pp > 1, moe_token_dispatcher_type="alltoall", **model)
         run = small_gpt.Trainer(cfg, small_gpt.build(cfg))
-        batches = [b[:, : 23 - 4 * i] for i, b in enumerate(small_gpt.tokens(4))]
+        batches = [b[:, : 23 - 4 * i] for i, b in enumerate(small_gpt.tokens(count))]
         with world_untouched():
             loss = run.backward(batches, step)
         _, norm, _ = run.optimizer.step()
     return loss, float(norm)
 
 
+# With as many micro-batches as stages, the first one runs all of them forward before any backward pass.
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("layout", [dict(pp=2), dict(pp=2, vpp=2), dict(pp=2, vpp=2, **SEPARATE)],
                          ids=["pp2", "pp2-vpp2", "pp2-vpp2-overlap"])
-def test_variable_lengths(world, layout):
-    """The shapes are exchanged in one batch; with two stages both directions meet in it."""
-    [(loss, norm)] = world(1, varied_lengths)
-    results = world(2, varied_lengths, **layout)
+def test_variable_lengths(world, layout, count):
+    """Every tensor's shape goes ahead of it, and neither direction waits for the other."""
+    [(loss, norm)] = world(1, varied_lengths, count)
+    results = world(2, varied_lengths, count, timeout=60, **layout)
     assert results[1][0] == pytest.approx(loss, rel=1e-6)
     assert results[0][1] == results[1][1] == pytest.approx(norm, rel=1e-5)
 

@@ -94,16 +94,32 @@ def test_layouts_of_other_models(world):
     check(world, "mla-yarn", "gspo", 4, dict(pp=2), LENGTHS)
 
 
-@pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "full-recompute"])
-def test_virtual_pipeline(world, recompute):
-    # All of one length: the interleaved schedule deadlocks when it has shapes to exchange.
-    four = {"num_layers": 4}
-    want = world(1, step, {}, four, **ONE_BY_ONE)
-    got = world(
-        2, step, dict(pp=2, vpp=2), {**four, **recompute}, micro_batch_multiple=2, pad_to_multiple_of=40
-    )
+INTERLEAVED = {
+    "one-length": (2, dict(pad_to_multiple_of=40), FULL),
+    "all-in-warm-up": (2, dict(max_tokens=50), LENGTHS),
+    "recompute": (2, dict(max_tokens=30), {**LENGTHS, **FULL}),
+    "overlap": (2, dict(max_tokens=30), dict(overlap_p2p_comm=True, **LENGTHS)),
+    "overlap-all-in-warm-up": (
+        2,
+        dict(max_tokens=50),
+        dict(overlap_p2p_comm=True, overlap_p2p_comm_warmup_flush=True, **LENGTHS),
+    ),
+    "four-stages": (4, dict(max_tokens=30), LENGTHS),
+    "four-stages-batched": (4, dict(max_tokens=30), dict(batch_p2p_comm=True, **LENGTHS)),
+}
+
+
+@pytest.mark.parametrize("case", INTERLEAVED)
+def test_virtual_pipeline(world, case):
+    stages, plan, model = INTERLEAVED[case]
+    layers = {"num_layers": 2 * stages}
+    want = world(1, step, {}, layers, **ONE_BY_ONE)
+    groups = dict(pp=stages, vpp=2)
+    got = world(stages, step, groups, {**layers, **model}, micro_batch_multiple=stages, **plan, timeout=90)
     error, where = difference(got, want)
     assert error < 1e-10, where
+    # The first stage runs all forward passes before any backward pass; the last one does not.
+    assert {count for *_, count in got} == {2 if "warm-up" in case or "one" in case else 4}
 
 
 def test_expert_parallel(world):

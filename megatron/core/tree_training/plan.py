@@ -126,8 +126,8 @@ def plan_micro_batches(
         pad_to_multiple_of, share_prefixes, vocab_size, loss_per, router_counts_once: as in
         TreeBatch.from_trajectories.
         micro_batch_multiple: the number of micro-batches on a rank becomes a multiple of it (interleaved
-            pipeline schedules ask for a multiple of the pipeline size; they deadlock when micro-batches
-            differ in length, so give them pad_to_multiple_of=max_tokens).
+            pipeline schedules ask for a multiple of the pipeline size). A pipeline needs
+            variable_seq_lengths=True, or micro-batches of one length: pad_to_multiple_of=max_tokens.
         pair_cost: cost of an attended (query, key) pair, in tokens, for the balance; see ModelCost.pair_cost.
 
     Returns:
