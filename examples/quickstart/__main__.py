@@ -40,7 +40,7 @@ from megatron.core.param_export import build_plan  # noqa: E402
 from megatron.core.param_export.publisher import Publisher  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.tree_training import plan_micro_batches  # noqa: E402
-from megatron.weight_sync import ModuleReceiver, Sender  # noqa: E402
+from megatron.weight_sync import LocalTransport, ModuleReceiver  # noqa: E402
 
 
 def launch(args) -> torch.device:
@@ -92,10 +92,9 @@ class Loop:
         self.receiver = ModuleReceiver(engine) if self.main else None
         plan = build_plan(self.policy.ddp, engine.config).prove()
         self.diff = attach(self.policy.optimizer)
-        sender = Sender(plan.digest) if self.main else None
-        if sender:
-            sender.register("rollout")
-        self.publisher = Publisher(plan, self.diff, sender)
+        transport = LocalTransport({"rollout": self.receiver}) if self.main else None
+        self.publisher = Publisher(plan, self.diff, transport)
+        self.publisher.register("rollout")
         self.fingerprints_equal, self.syncs = True, 0
         self.history: list[dict] = []
         self.worst_loss = self.worst_gradient = 0.0
@@ -104,16 +103,15 @@ class Loop:
 
     def sync(self) -> dict:
         """Bring the rollout model to the policy's weights and compare fingerprints over the live weights."""
-        payload = self.publisher.publish()
-        ack = self.receiver.apply(payload) if self.main else None
-        self.publisher.acknowledge({"rollout": ack})
+        report = self.publisher.sync()
         ours = self.publisher.fingerprint()
         self.syncs += 1
         if not self.main:
             return {}
         self.fingerprints_equal &= ours == self.receiver.live_fingerprint()
         dense = sum(t.numel() * t.element_size() for t in self.engine.state_dict().values())
-        return {"dense_bytes": dense, "sent_bytes": payload.nbytes, "density": self.publisher.density}
+        sent = report.dense_bytes + report.delta_bytes
+        return {"dense_bytes": dense, "sent_bytes": sent, "density": report.density}
 
     def experience(self):
         """Trajectories and what they earned; the same on every rank."""

@@ -26,7 +26,7 @@ from megatron.weight_sync.fingerprints import add, all_reduce, fingerprint, fing
 from megatron.weight_sync.payload import Payload
 from megatron.weight_sync.receiver import ModuleReceiver, Peers, Receiver, Target
 from megatron.weight_sync.sender import Ack, Sender, Update
-from megatron.weight_sync.session import LocalTransport, SyncReport, synchronise
+from megatron.weight_sync.session import LocalTransport, SyncReport, Transport, synchronise
 
 __all__ = [
     "Ack",
@@ -49,6 +49,7 @@ __all__ = [
     "SyncFailed",
     "SyncReport",
     "Target",
+    "Transport",
     "UnknownTensor",
     "UnsupportedLayout",
     "Update",

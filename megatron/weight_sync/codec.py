@@ -18,6 +18,9 @@ or with :class:`CorruptPayload`; they allocate in proportion to the changes, who
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
 
 from megatron.weight_sync.errors import CorruptPayload, UnsupportedLayout
@@ -138,6 +141,23 @@ def gap_counts(indices: list[torch.Tensor]) -> list[tuple[int, int]]:
         running = torch.nn.functional.pad((gap >= (1 << width) - 1).cumsum(0), (1, 0))
         beyond.append(running[ends] - running[ends - counts])
     return list(zip(*torch.stack(beyond).tolist(), strict=True))
+
+
+def estimate(count: int, numel: int, itemsize: int, encodings: Iterable[str]) -> float:
+    """About how many bytes ``count`` changes of a tensor of ``numel`` elements take in the best of some
+    encodings, before the changes themselves are known; for entropy, with values that do not compress."""
+    sizes = []
+    if "raw" in encodings:
+        sizes.append(4 if numel < INT32_LIMIT else 8)
+    if "packed" in encodings:
+        sizes.append(1)  # where this matters changes are dense and gaps fit into 8 bits
+    if "entropy" in encodings:
+        share = count / numel if numel else 0.0
+        unchanged = 1 - share
+        bits = -share * math.log2(share) if share else 0.0
+        bits -= unchanged * math.log2(unchanged) if unchanged else 0.0
+        sizes.append(bits / share / 8 if share else 0.0)
+    return count * (min(sizes) + itemsize)
 
 
 def plan_tensor(

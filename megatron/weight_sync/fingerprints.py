@@ -29,23 +29,23 @@ _CHUNK_CPU = 1 << 15  # int64 elements: two buffers of this size stay in a core'
 _CHUNK_CUDA = 1 << 24
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """A residue modulo 2**64 as the int64 that has the same bits."""
     value %= MODULUS
     return value - MODULUS if value >= MODULUS >> 1 else value
 
 
-G = _signed(0x9E3779B97F4A7C15)
-C = _signed(0xD1342543DE82EF95)
-M1 = _signed(0xBF58476D1CE4E5B9)
-M2 = _signed(0x94D049BB133111EB)
+G = signed(0x9E3779B97F4A7C15)
+C = signed(0xD1342543DE82EF95)
+M1 = signed(0xBF58476D1CE4E5B9)
+M2 = signed(0x94D049BB133111EB)
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def name_id(name: str) -> int:
     """The 64-bit id of a tensor name, as a signed int64."""
-    return _signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
+    return signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,14 +87,14 @@ def _sum_affine(bits: torch.Tensor, start: int, stride: tuple[int, ...], chunk: 
     rows = min(max(1, chunk // inner), bits.shape[0])
     key = torch.zeros((), dtype=torch.int64, device=bits.device)
     for size, step in zip((rows, *bits.shape[1:]), stride, strict=True):
-        axis = torch.arange(size, dtype=torch.int64, device=bits.device).mul_(_signed(step))
+        axis = torch.arange(size, dtype=torch.int64, device=bits.device).mul_(signed(step))
         key = key.unsqueeze(-1) + axis
     z, t = torch.empty_like(key), torch.empty_like(key)
     for row in range(0, bits.shape[0], rows):
         piece = bits[row : row + rows]
         zc, tc = z[: len(piece)], t[: len(piece)]
         _widen(piece, tc).mul_(C)
-        torch.add(key[: len(piece)], _signed(start + row * stride[0]), out=zc)
+        torch.add(key[: len(piece)], signed(start + row * stride[0]), out=zc)
         total += _mix_sum(zc.bitwise_xor_(tc), tc)
     return total
 
@@ -227,7 +227,7 @@ def all_reduce(sums: Mapping[str, int], names: Iterable[str], group=None, device
     unknown = sorted(set(sums) - set(names))
     if unknown:
         raise ValueError(f"shares of tensors that are not in names: {unknown[:10]}")
-    values = torch.tensor([_signed(sums.get(name, 0)) for name in names], dtype=torch.int64, device=device)
+    values = torch.tensor([signed(sums.get(name, 0)) for name in names], dtype=torch.int64, device=device)
     torch.distributed.all_reduce(values, group=group)
     return {name: value % MODULUS for name, value in zip(names, values.tolist(), strict=True)}
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from megatron.weight_sync.boxes import Box
-from megatron.weight_sync.fingerprints import M1, M2, MODULUS, C, G, _signed, name_id
+from megatron.weight_sync.fingerprints import M1, M2, MODULUS, C, G, name_id, signed
 
 _UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _SIGNED = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -154,7 +154,7 @@ class BoxSums(Sums):
         rows = []
         for live, box in pieces:
             address = live.data_ptr() + box.local_offset * live.element_size()
-            start = _signed(name_id(box.full_name) + box.full_offset * G)
+            start = signed(name_id(box.full_name) + box.full_offset * G)
             rows.append((live.element_size(), address, start, _collapse(box) if box.numel else [(0, 1, 1)]))
         super().__init__(rows, pieces[0][0].device)
 
@@ -177,9 +177,9 @@ def _describe(address: int, start: int, loops) -> tuple[list[int], int, int]:
     cols = _TILE if inner >= _TILE else 512 if inner >= 512 else 64
     rows = outer[0][0] * outer[1][0] * outer[2][0]
     tiles = -(-inner // cols) * -(-rows // (_TILE // cols))
-    row = [address, start, 0, inner, l_inner, _signed(f_inner * G)]
+    row = [address, start, 0, inner, l_inner, signed(f_inner * G)]
     row += [size for size, _, _ in outer] + [local for _, local, _ in outer]
-    row += [_signed(full * G) for _, _, full in outer]
+    row += [signed(full * G) for _, _, full in outer]
     return row + [0] * (_FIELDS - len(row)), cols, tiles
 
 

@@ -17,7 +17,7 @@ import torch
 from megatron.weight_sync import codec, container
 from megatron.weight_sync.container import DTYPES, Container, check_shape, parse_json
 from megatron.weight_sync.errors import CorruptPayload, IncompletePayload
-from megatron.weight_sync.fingerprints import MODULUS, _signed, bits_of
+from megatron.weight_sync.fingerprints import MODULUS, bits_of, signed
 
 FORMAT = "megatron.weight_sync/1"
 
@@ -170,7 +170,7 @@ def write_manifest(manifest: Manifest, device="cpu") -> torch.Tensor:
         "names": json.dumps(names, separators=(",", ":")),
         "fingerprint": f"{manifest.fingerprint:016x}",
     }
-    sums = torch.tensor([_signed(manifest.sums[name]) for name in names], dtype=torch.int64)
+    sums = torch.tensor([signed(manifest.sums[name]) for name in names], dtype=torch.int64)
     return container.write({"sums": sums}, metadata, device=device)[0]
 
 

@@ -32,11 +32,11 @@ from megatron.weight_sync.errors import (
 )
 from megatron.weight_sync.fingerprints import (
     MODULUS,
-    _signed,
     add,
     bits_of,
     fingerprint_boxes,
     kernels_for,
+    signed,
     total,
 )
 from megatron.weight_sync.payload import Manifest, Payload, Record, read_bucket, read_manifest
@@ -116,7 +116,7 @@ class Peers:
 
     def add(self, values: Mapping[str, int], names: list[str]) -> dict[str, int]:
         """Sums over the ranks modulo 2**64, by name."""
-        row = torch.tensor([_signed(values[n]) for n in names], dtype=torch.int64, device=self.device)
+        row = torch.tensor([signed(values[n]) for n in names], dtype=torch.int64, device=self.device)
         torch.distributed.all_reduce(row, group=self.group)
         return {name: value % MODULUS for name, value in zip(names, row.tolist(), strict=True)}
 

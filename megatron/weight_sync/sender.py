@@ -293,10 +293,11 @@ class Update:
     def dense(self) -> bool:
         return self.base is None
 
-    def add_dense(self, name: str, tensor: torch.Tensor) -> None:
-        """A whole tensor; it may be overwritten as soon as this returns."""
+    def add_dense(self, name: str, tensor: torch.Tensor, *, changed: int | None = None) -> None:
+        """A whole tensor, in a delta too where that is smaller; it may be overwritten as soon as this
+        returns. ``changed``: how many of its elements differ from the base, for the statistics."""
         self._check(name, tuple(tensor.shape), tensor.dtype)
-        self._add_dense(name, tensor.detach(), tensor.numel())
+        self._add_dense(name, tensor.detach(), tensor.numel() if changed is None else changed)
 
     def add_delta(
         self,

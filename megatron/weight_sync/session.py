@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,7 +56,7 @@ class SyncReport:
     must be cleared now."""
 
     version: int
-    clear_bits: bool
+    clear_bits: bool = False
     dense_bytes: int = 0
     delta_bytes: int = 0
     changed: int = 0
@@ -64,6 +64,11 @@ class SyncReport:
     encode_ms: float = 0.0
     deliver_ms: float = 0.0
     healed: list[str] = field(default_factory=list)
+
+    @property
+    def density(self) -> float:
+        """The share of the model's elements that changed since the last version that every receiver held."""
+        return self.changed / self.elements if self.elements else 0.0
 
     def __str__(self) -> str:
         sent = self.dense_bytes + self.delta_bytes
@@ -74,38 +79,61 @@ class SyncReport:
         )
 
 
+Fill = Callable[[Update], Mapping[str, int]]
+"""Adds tensors to the update it is given (whole, or changes: ``update.dense``) and returns the fingerprints
+of the live weights."""
+
+
+def encode(
+    sender: Sender, fill: Fill, report: SyncReport, *, dense: bool = False
+) -> Iterator[tuple[Payload, list[str]]]:
+    """The next version, as one payload for the receivers that can go on from a delta, and a dense one of the
+    same version for the others (fresh, too far behind, poisoned) or where there are no receivers.
+
+    Args:
+        fill: called once per payload.
+        report: of this version; what is encoded is added to it.
+        dense: no delta, for nobody.
+
+    Yields:
+        ``(payload, receivers)``. The caller may deliver one before it asks for the next.
+    """
+    names = sender.receivers
+    delta = [] if dense else [name for name in names if sender.takes_delta(name)]
+    rest = [name for name in names if name not in delta]
+    if delta:
+        yield _encode(sender, fill, report, dense=False, again=False), delta
+    if rest or not delta:
+        yield _encode(sender, fill, report, dense=True, again=bool(delta)), rest
+
+
 def synchronise(
     sender: Sender,
     transport: Transport,
-    fill: Callable[[Update], Mapping[str, int]],
+    fill: Fill,
     *,
     on_failure: str = "raise",
+    dense: bool = False,
+    report: SyncReport | None = None,
 ) -> SyncReport:
-    """Take every registered receiver to the next version.
-
-    Receivers that can go on from a delta get one; the others (fresh, too far behind, poisoned) get a dense
-    payload of the same version.
+    """Take every registered receiver to the next version, with the payloads of :func:`encode`.
 
     Args:
-        fill: adds tensors to the update it is given (dense or delta: ``update.dense``) and returns the
-            fingerprints of the live weights. Called once per kind of payload.
+        fill: see :data:`Fill`; called once per kind of payload.
         on_failure: ``"raise"``, or ``"resync"``: ask a failed receiver what it holds and send it a dense
             payload; if that fails too, raise.
+        dense: no delta, for nobody.
+        report: an empty one, to be filled in; it says what was done even where this raises.
 
     Raises:
         SyncFailed: after the other receivers were served.
     """
     if on_failure not in ("raise", "resync"):
         raise ValueError(f"on_failure is 'raise' or 'resync', got {on_failure!r}")
-    names = sender.receivers
-    delta = [name for name in names if sender.takes_delta(name)]
-    report = SyncReport(sender.version + 1, False)
+    report = report if report is not None else SyncReport(sender.version + 1)
     failures: dict[str, Exception] = {}
-    dense = [name for name in names if name not in delta]
-    if delta:
-        failures |= _round(sender, transport, fill, delta, report, dense=False, again=False)
-    if dense or not delta:
-        failures |= _round(sender, transport, fill, dense, report, dense=True, again=bool(delta))
+    for payload, names in encode(sender, fill, report, dense=dense):
+        failures |= _deliver(sender, transport, payload, names, report)
     if failures and on_failure == "resync":
         for name, answer in transport.statuses(failures).items():
             # A receiver that took the version although its answer was lost is healed by this alone.
@@ -116,7 +144,8 @@ def synchronise(
                     report.healed.append(name)
         again = list(failures)
         if again:
-            failures = _round(sender, transport, fill, again, report, dense=True, again=True)
+            payload = _encode(sender, fill, report, dense=True, again=True)
+            failures = _deliver(sender, transport, payload, again, report)
             report.healed += [name for name in again if name not in failures]
     if failures:
         text = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failures.items())
@@ -127,7 +156,7 @@ def synchronise(
     return report
 
 
-def _round(sender, transport, fill, names, report, *, dense: bool, again: bool) -> dict[str, Exception]:
+def _encode(sender: Sender, fill: Fill, report: SyncReport, *, dense: bool, again: bool) -> Payload:
     start = time.perf_counter()
     update = sender.begin(dense, again=again)
     try:
@@ -136,20 +165,27 @@ def _round(sender, transport, fill, names, report, *, dense: bool, again: bool) 
     except BaseException:
         update.abort()
         raise
-    encoded = time.perf_counter()
+    report.encode_ms += 1e3 * (time.perf_counter() - start)
+    report.elements = payload.stats["elements"]
+    if dense:
+        report.dense_bytes += payload.nbytes
+        report.changed = report.changed or payload.stats["changed"]
+    else:
+        report.delta_bytes += payload.nbytes
+        report.changed = payload.stats["changed"]
+    return payload
+
+
+def _deliver(
+    sender: Sender, transport: Transport, payload: Payload, names: list[str], report: SyncReport
+) -> dict[str, Exception]:
+    start = time.perf_counter()
     with _range("weight_sync.deliver"):
         answers = transport.deliver(payload, names)
-    report.encode_ms += 1e3 * (encoded - start)
-    seconds = time.perf_counter() - encoded
+    seconds = time.perf_counter() - start
     report.deliver_ms += 1e3 * seconds
     if sender.chooser is not None:
         sender.chooser.observe(payload.nbytes, seconds)
-    report.elements = payload.stats["elements"]
-    report.changed = max(report.changed, payload.stats["changed"])
-    if dense:
-        report.dense_bytes += payload.nbytes
-    else:
-        report.delta_bytes += payload.nbytes
     failures = {}
     for name in names:
         answer = answers.get(name, TimeoutError("no answer"))

@@ -7,7 +7,7 @@
     for name, index, value in export_changed(plan, changed):   # only what changed
         ...
 
-`publisher.Publisher` joins a plan, a sparse diff and a weight-sync sender.
+`publisher.Publisher` joins a plan, a sparse diff and weight sync.
 """
 
 from megatron.core.param_export.changed import export_changed

@@ -44,6 +44,8 @@ def export(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     to_host: bool = False,
     read: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    names: Collection[str] | None = None,
+    current: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full tensors under their Hugging Face names, in a fixed order. Collective.
 
@@ -58,22 +60,30 @@ def export(
         to_host: hand the tensors out in pinned host memory instead of on the parameters' device.
         read: gives the current values of a live parameter or buffer, on any device; for parameters whose own
             memory is released for the moment. Default: the tensor itself.
+        names: only these full tensors, the same ones on every rank. Default: all.
+        current: every rank has just called ``plan.require_current()``; it is not asked again.
 
     Yields:
         ``(name, tensor)``: contiguous, in the parameter's dtype. The tensor never aliases a parameter; it may
         share memory with other tensors of its bucket, so a caller that keeps few of them keeps clones.
 
     Raises:
-        ValueError: the plan is not proven, a receiver is not one of its ranks, or the bucket size is not
-            positive.
+        ValueError: the plan is not proven, a receiver is not one of its ranks, the bucket size is not
+            positive, or a name is not one of the model's.
         StalePlanError: when the iteration begins, on every rank: the model's tensors were replaced since the
             plan was built.
+
+    An error while tensors are put together on a receiving rank is raised when the collectives are over, so
+    that no other rank waits for them.
     """
     plan.require_proof()
     if not bucket_bytes > 0:
         raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes!r}")
-    steps = schedule(plan, receiving_ranks(plan, receivers), bucket_bytes)
-    return _Export(plan, steps, to_host, read or (lambda tensor: tensor)).run()
+    unknown = sorted(set(names or ()) - plan.expected.keys())
+    if unknown:
+        raise ValueError(f"names: {len(unknown)} are not tensors of this model: {unknown[:10]}")
+    steps = schedule(plan, receiving_ranks(plan, receivers), bucket_bytes, names)
+    return _Export(plan, steps, to_host, read or (lambda tensor: tensor)).run(current)
 
 
 class _Export:
@@ -89,13 +99,14 @@ class _Export:
         self.groups = {"dense": getattr(groups, "tp", None), "expert": getattr(groups, "tp_ep", None)}
         self.pipeline = getattr(groups, "pp", None)
 
-    def run(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.plan.require_current()
+    def run(self, current: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        if not current:
+            self.plan.require_current()
         # Packing and gathering run on a stream of their own; what is handed out, on the caller's.
         side = torch.cuda.Stream(self.device) if self.cuda else None
         if side:
             side.wait_stream(torch.cuda.current_stream(self.device))
-        ahead = done = None
+        ahead = done = failed = None
         for bucket in [*self.steps.buckets, None]:
             started = None
             if bucket is not None:
@@ -103,11 +114,16 @@ class _Export:
                     done.synchronize()
                 with torch.cuda.stream(side):
                     started = bucket, *self.start(bucket), side.record_event() if side else None
-            if ahead is not None:
-                yield from self.finish(*ahead)
+            if ahead is not None and failed is None:
+                try:
+                    yield from self.finish(*ahead)
+                except Exception as error:
+                    failed = error
             ahead = started
             del started
             done = torch.cuda.current_stream(self.device).record_event() if side else None
+        if failed is not None:
+            raise failed
 
     # Gathering.
 

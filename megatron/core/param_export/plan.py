@@ -38,6 +38,12 @@ class LayoutError(ValueError):
 class StalePlanError(ValueError):
     """The model's tensors were replaced since the plan was built; raised with the same text on every rank."""
 
+    @classmethod
+    def on(cls, stale: Sequence[int]) -> StalePlanError:
+        """The error for flags by rank."""
+        ranks = ", ".join(str(rank) for rank, flag in enumerate(stale) if flag)
+        return cls(f"the model's tensors were replaced on rank {ranks}: build a new plan")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -130,7 +136,8 @@ class Plan:
                     for box in remote.boxes:
                         self.sources.setdefault(box.full_name, []).append((rank, number, box))
         self.digest = self._digest()
-        self.schedules: dict = {}  # filled by the exporter
+        self.schedules: dict = {}  # filled by the exporter, as is
+        self.units: list | None = None
 
     def __repr__(self) -> str:
         return f"Plan({self.family.family.model_type}, {len(self.expected)} tensors, hash {self.digest[:12]})"
@@ -320,8 +327,7 @@ class Plan:
             dist.all_reduce(flags, group=self.group)
             stale = flags.tolist()
         if any(stale):
-            ranks = ", ".join(str(rank) for rank, flag in enumerate(stale) if flag)
-            raise StalePlanError(f"the model's tensors were replaced on rank {ranks}: build a new plan")
+            raise StalePlanError.on(stale)
 
     def to_full(self, tensor: torch.Tensor, index: torch.Tensor):
         """Map flat indices into a local tensor to full tensors.

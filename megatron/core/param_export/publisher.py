@@ -1,167 +1,350 @@
 """A trainer's weights as a stream of versions: the export plan, the sparse diff and the sender together.
 
-publisher = Publisher(plan, diff, sender)      # on every rank; the sender on one rank, None on the others
-payload = publisher.publish()                  # collective; a Payload on the sending rank, else None
-ack = receiver.apply(payload)                  # wherever the rollout model is
-publisher.acknowledge({"engine": ack})         # collective; the acks on the sending rank
+    publisher = Publisher(plan, diff, transport)     # on every rank; rank 0 sends
+    publisher.register("engine")                     # a receiver that is new, or restarted
+    report = publisher.sync()                        # collective: everyone at the next version, or an error
+
+Where payloads travel by other means, or acknowledgements come later::
+
+    payloads = publisher.publish()                   # collective; receiver -> Payload on the sending rank
+    ack = receiver.apply(payloads["engine"])         # wherever the rollout model is
+    publisher.acknowledge({"engine": ack})           # collective; the acks on the sending rank
+
+What ranks say to each other beside the weights: one reduction when a version is opened (fingerprints, counts
+of changes, whether the plan is current), one small broadcast per payload, and two at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.param_export.changed import export_changed
+from megatron.core.param_export.changed import ChangedElements
 from megatron.core.param_export.exporter import export
-from megatron.core.param_export.plan import Plan
-from megatron.weight_sync import Ack, Payload, Sender, all_reduce, fingerprint_boxes
+from megatron.core.param_export.plan import Plan, StalePlanError
+from megatron.weight_sync import (
+    Ack,
+    Payload,
+    PeerFailed,
+    Sender,
+    SyncFailed,
+    SyncReport,
+    Transport,
+    Update,
+    all_reduce,
+    codec,
+    fingerprint_boxes,
+    synchronise,
+)
+from megatron.weight_sync.fingerprints import MODULUS, signed
+from megatron.weight_sync.session import encode
+from megatron.weight_sync.transport import answers
 
-# What one changed element costs beside its value, in bytes: a gap, where changes are dense enough to matter
-# for the choice between a delta and whole tensors, or a plain index.
-_GAP_BYTES, _INDEX_BYTES = 1, 4
+_DENSE, _DELTA, _END = range(3)
 
 
 class Publisher:
-    """Publishes a model's weights, whole or as deltas, and clears change bits once they are acknowledged.
+    """Publishes a model's weights, and clears change bits once they are acknowledged.
+
+    Every receiver gets what it needs: a delta if it can go on from one, whole tensors if it is fresh, too far
+    behind or poisoned. In a delta each tensor is sent as its changes or whole, whichever is smaller.
+
+    All methods are collective over the plan's ranks, but :meth:`register` and :meth:`drop`. They return, or
+    raise, on all ranks: what fails on the sending rank is :class:`SyncFailed` on the others.
 
     Args:
         plan: a proven layout plan of the model.
         diff: what :func:`megatron.core.optimizer.sparse_diff.attach` returned for the model's optimizer; None
             sends whole weights always.
-        sender: the version book-keeping on the sending rank; None on all others.
+        transport: how payloads reach receivers; used by :meth:`sync` on the sending rank.
         rank: the sending rank in the plan's group.
-
-    Raises:
-        ValueError: the sender is missing on the sending rank, or present on another one.
+        options: further arguments of :class:`megatron.weight_sync.Sender`, such as ``encodings``.
     """
 
-    def __init__(self, plan: Plan, diff=None, sender: Sender | None = None, rank: int = 0):
-        if (sender is not None) != (plan.rank == rank):
-            has = "has none" if sender is None else "has one"
-            raise ValueError(f"the sender lives on rank {rank} and nowhere else; rank {plan.rank} {has}")
-        self.plan, self.diff, self.sender, self.rank = plan, diff, sender, rank
+    def __init__(
+        self, plan: Plan, diff=None, transport: Transport | None = None, *, rank: int = 0, **options
+    ):
+        plan.require_proof()
+        self.plan, self.diff, self.transport, self.rank = plan, diff, transport, rank
+        self.sender = Sender(model_identity(plan), **options) if plan.rank == rank else None
+        """Versions, and who holds which; None on all ranks but the sending one."""
         self.version = 0
-        self.density = 1.0
-        """The share of the model's elements that had changed, at the last :meth:`publish`, since the last
-        acknowledged version."""
+        self.report: SyncReport | None = None
+        """What the last :meth:`sync` or :meth:`publish` sent; on every rank."""
+        self._read_for: int | None = None  # the version that carries what was last read from the diff
 
-    @torch.no_grad()
-    def publish(self, dense: bool | None = None) -> Payload | None:
-        """Encode the model's weights as the next version. Collective over the plan's group.
+    def register(self, receiver_id: str) -> None:
+        """A receiver that is new, or restarted. Counts on the sending rank, does nothing on others."""
+        if self.sender:
+            self.sender.register(receiver_id)
+
+    def drop(self, receiver_id: str) -> None:
+        """A receiver that is gone for good. Counts on the sending rank, does nothing on others."""
+        if self.sender:
+            self.sender.drop(receiver_id)
+
+    def sync(self, *, on_failure: str = "raise") -> SyncReport:
+        """Take every receiver to the model's weights, which get the next version.
 
         Args:
-            dense: True sends whole weights, False a delta; None what receivers need and what is smaller.
+            on_failure: ``"raise"``, or ``"resync"``: ask a failed receiver what it holds and send it whole
+                tensors; if that fails too, raise.
 
         Returns:
-            The payload on the sending rank, None on the others.
+            The report, on every rank.
 
         Raises:
-            RuntimeError: a delta is asked for that no receiver could apply; on every rank.
-            ValueError: a delta is asked for without a sparse diff.
-            StalePlanError: the model's tensors were replaced since the plan was built; on every rank.
+            SyncFailed: some receiver did not take the version; the others were served. Its changes are kept
+                and travel with the next version.
+            StalePlanError: the model's tensors were replaced since the plan was built.
+            PeerFailed: another rank could not read its weights.
         """
-        plan, sender = self.plan, self.sender
-        plan.require_current()
-        if self.diff is not None:
-            self.diff.gather_changed()
-            self.diff.complete_weights()  # fingerprints and whole tensors read the model itself
-        dense = self._decide(dense)
-        update = sender.begin(dense) if sender else None
-        try:
-            if dense:
-                for name, tensor in export(plan, receivers=[self.rank]):
-                    update.add_dense(name, tensor)
-            else:
-                for name, index, value in export_changed(plan, self._changes(), self.rank):
-                    update.add_delta(name, index, value, plan.expected[name])
-            sums = self.fingerprint()
-            payload = update.finish(sums) if sender else None
-        except BaseException:
-            if update is not None:
-                update.abort()
-            raise
-        self.version = self._agree(sender.version if sender else 0)
-        return payload
 
-    def acknowledge(self, acks: Mapping[str, Ack] | None = None) -> bool:
-        """Record acknowledgements; when every receiver holds the version, forget the changes it carried.
+        def work(report):
+            if self.transport is None:
+                raise ValueError("sync() needs a transport: give one, or use publish() and acknowledge()")
+            how = dict(on_failure=on_failure, dense=self._all_whole(), report=report)
+            synchronise(self.sender, self.transport, self._fill, **how)
 
-        Collective over the plan's group. ``acks`` (receiver name → acknowledgement) count on the sender.
+        self._lead(work)
+        return self.report
+
+    def publish(self) -> dict[str, Payload]:
+        """Encode the model's weights as the next version, for :meth:`acknowledge` to follow at any time.
 
         Returns:
-            Whether every receiver holds the published version.
+            On the sending rank each receiver's payload; two receivers that need the same have the same
+            object. Empty on other ranks.
+
+        Raises:
+            ValueError: no receiver is registered (on the sending rank).
+            SyncFailed, StalePlanError, PeerFailed: as :meth:`sync`.
         """
-        done = False
-        if self.sender:
-            for name, ack in (acks or {}).items():
-                done = self.sender.acknowledge(name, ack) or done
-        done = bool(self._agree(int(done)))
-        if done and self.diff is not None:
-            self.diff.clear(self.version)
-        return done
+        payloads = {}
+
+        def work(report):
+            if not self.sender.receivers:
+                raise ValueError("publish() has no receivers: register them first")
+            for payload, names in encode(self.sender, self._fill, report, dense=self._all_whole()):
+                payloads.update(dict.fromkeys(names, payload))
+
+        self._lead(work)
+        return payloads
+
+    def acknowledge(self, acks: Mapping[str, Ack] | None = None) -> bool:
+        """Record acknowledgements; when no receiver waits for the changes in the version, forget them.
+
+        ``acks`` (receiver name → acknowledgement) count on the sending rank.
+
+        Returns:
+            Whether every receiver that can go on from a delta holds the published version.
+        """
+        done = []
+
+        def work(_):
+            done.extend([self.sender.acknowledge(name, ack) for name, ack in (acks or {}).items()])
+            return any(done)
+
+        return bool(self._lead(work, reads=False))
 
     @torch.no_grad()
     def fingerprint(self) -> dict[str, int]:
-        """Per-tensor sums of the full tensors, by Hugging Face name, from the owners' shards. Collective.
+        """Per-tensor sums of the full tensors, by Hugging Face name, from the owners' shards.
 
         Raises:
             StalePlanError: the model's tensors were replaced since the plan was built; on every rank.
         """
         plan = self.plan
         plan.require_current()
-        owned = [entry for entry in plan.entries if entry.owner]
-        share = fingerprint_boxes((entry.tensor.detach(), entry.boxes) for entry in owned)
+        share = self._share()
         if plan.ranks == 1:
             return {name: share[name] for name in plan.expected}
         return all_reduce(share, plan.expected, plan.group, self._device)
 
+    # ---- one collective call -------------------------------------------------------------------------------
+
+    def _lead(self, work: Callable[[SyncReport], object], reads: bool = True):
+        """Run ``work`` on the sending rank, while the others serve its exports, until it ends; its result is
+        known on all ranks, and so is its failure."""
+        if reads:
+            self._read_for = None
+            self._read()
+        if self.sender is None:
+            return self._follow(reads)
+        before, report = self.sender.version, SyncReport(self.sender.version + 1)
+        result, error = None, None
+        try:
+            result = work(report)
+        except BaseException as caught:
+            error = caught
+        told = {
+            "version": self.sender.version,
+            "since": self.sender.since,
+            "published": self.sender.version > before,
+            "report": vars(report),
+            "result": result,
+            "error": None if error is None else _tell(error),
+        }
+        text = json.dumps(told).encode()
+        self._broadcast([_END, len(text)])
+        self._broadcast(list(text), torch.uint8)
+        self._end(told, reads)
+        if error is not None:
+            raise error
+        return result
+
+    def _follow(self, reads: bool):
+        while True:
+            what, number = self._broadcast([0, 0])
+            if what == _END:
+                break
+            encodings = [name for k, name in enumerate(codec.ENCODINGS) if number >> k & 1]
+            self._fill_in(None, what == _DENSE, encodings)
+        told = json.loads(bytes(self._broadcast([0] * number, torch.uint8)))
+        self._end(told, reads)
+        if told["error"] is not None:
+            raise _heard(told["error"], self.rank)
+        return told["result"]
+
+    def _end(self, told: dict, reads: bool) -> None:
+        self.version = told["version"]
+        if reads:
+            self.report = SyncReport(**told["report"])
+        if told["published"]:
+            self._read_for = self.version
+        # Only what was read for this very version may be forgotten; and it is forgotten once.
+        if self.diff is not None and told["since"] == self.version == self._read_for != self.diff.version:
+            self.diff.clear(self.version)
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        """Every rank reads its changes and fingerprints; one reduction adds them up over the ranks, and tells
+        all of them who could not, or has another model than the plan's."""
+        plan, names = self.plan, list(self.plan.expected)
+        stale, failed, error = [0] * plan.ranks, [0] * plan.ranks, None
+        counts, sums = {}, {}
+        try:
+            if self.diff is not None:
+                self.diff.gather_changed(dst=0)  # owners in the plan are the first ranks of the groups
+                self.diff.complete_weights()  # fingerprints and whole tensors read the model itself
+            stale[plan.rank] = int(not plan.is_current())
+            if not stale[plan.rank]:
+                self._elements = ChangedElements(plan, self._changes(), sharded=False)
+                counts, sums = self._elements.counts, self._share()
+        except Exception as caught:
+            failed[plan.rank], error = 1, caught
+        row = [*stale, *failed, *(counts.get(n, 0) for n in names), *(signed(sums.get(n, 0)) for n in names)]
+        if plan.ranks > 1:
+            reduced = torch.tensor(row, device=self._device)
+            dist.all_reduce(reduced, group=plan.group)
+            row = reduced.tolist()
+        stale, failed, row = row[: plan.ranks], row[plan.ranks : 2 * plan.ranks], row[2 * plan.ranks :]
+        if any(stale):
+            raise StalePlanError.on(stale)
+        if error is not None:
+            raise error
+        if any(failed):
+            ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
+            raise PeerFailed(f"rank {ranks} could not read its weights, and says there why")
+        self._counts = dict(zip(names, row[: len(names)], strict=True))
+        self._sums = {n: value % MODULUS for n, value in zip(names, row[len(names) :], strict=True)}
+
     def _changes(self):
         for entry in self.plan.entries:
-            change = self.diff.changed(entry.tensor)
-            yield entry.tensor, change.indices, change.values
+            if not entry.owner:
+                continue
+            if self.diff is None or self.diff.is_dense(entry.tensor):
+                yield entry.tensor, None, None
+            else:
+                yield entry.tensor, *self.diff.changed(entry.tensor)
 
-    def _decide(self, dense: bool | None) -> bool:
-        """What the sending rank needs, and otherwise the smaller of the two forms; the same on every rank."""
-        if self.diff is None:
-            if dense is False:
-                raise ValueError("a delta needs a sparse diff: this publisher was made without one")
-            return True
-        sizes = torch.zeros(4, dtype=torch.int64)  # elements, changed ones; bytes of all, of changed ones
-        for entry in self.plan.entries:
-            if entry.owner:
-                numel, item = entry.tensor.numel(), entry.tensor.element_size()
-                changed = self.diff.changed(entry.tensor).indices.numel()
-                sizes += torch.tensor([numel, changed, numel * item, changed * item])
-        if self.plan.ranks > 1:
-            sizes = sizes.to(self._device)
-            dist.all_reduce(sizes, group=self.plan.group)
-        elements, changed, whole_bytes, delta_bytes = sizes.tolist()
-        self.density = changed / elements
-        needed = False
-        if self.sender:
-            gaps = set(self.sender.encodings) - {"raw"}
-            delta_bytes += changed * (_GAP_BYTES if gaps else _INDEX_BYTES)
-            needed = self.sender.needs_dense or delta_bytes >= whole_bytes
-        needed = bool(self._agree(int(needed)))
-        based = self._agree(int(self.sender is not None and self.sender.since is not None))
-        if dense is not None:
-            if not (dense or based):  # on every rank alike: none may wait for another in the export
-                raise RuntimeError(
-                    "a delta needs a base: the first sync, and the next one after invalidate(), is dense"
-                )
-            return dense
-        return needed
+    def _share(self) -> dict[str, int]:
+        owned = [entry for entry in self.plan.entries if entry.owner]
+        return fingerprint_boxes((entry.tensor.detach(), entry.boxes) for entry in owned)
+
+    # ---- sending -------------------------------------------------------------------------------------------
+
+    def _fill(self, update: Update) -> Mapping[str, int]:
+        """On the sending rank: announce a payload, and make it with the other ranks."""
+        encodings = sum(1 << k for k, name in enumerate(codec.ENCODINGS) if name in self.sender.encodings)
+        self._broadcast([_DENSE if update.dense else _DELTA, encodings])
+        return self._fill_in(update, update.dense, self.sender.encodings)
+
+    def _fill_in(self, update: Update | None, dense: bool, encodings) -> Mapping[str, int]:
+        """Tensors into ``update`` (None on other ranks). An error while they are added is raised only when
+        the collectives are over, so that no rank waits for this one."""
+        failed = None
+        whole = None if dense else self._whole(encodings)
+        for name, tensor in export(self.plan, [self.rank], names=whole, current=True):
+            try:
+                if failed is None:
+                    changed = None if self.sender.since is None else self._counts[name]
+                    update.add_dense(name, tensor, changed=changed)
+            except Exception as error:
+                failed = error
+        if not dense:
+            for name, index, value in self._elements.collect(self.rank, skip=whole):
+                try:
+                    if failed is None:
+                        update.add_delta(name, index, value, self.plan.expected[name])
+                except Exception as error:
+                    failed = error
+        if failed is not None:
+            raise failed
+        return self._sums
+
+    def _whole(self, encodings) -> set[str]:
+        """The tensors that a delta carries whole, because that is smaller; the same on every rank."""
+        plan, out = self.plan, set()
+        for name, count in self._counts.items():
+            nbytes, itemsize = plan.nbytes(name), plan.dtype(name).itemsize
+            if count and codec.estimate(count, nbytes // itemsize, itemsize, encodings) >= nbytes:
+                out.add(name)
+        return out
+
+    def _all_whole(self) -> bool:
+        """Whether a delta would carry every tensor whole; then one dense payload serves all receivers."""
+        return len(self._whole(self.sender.encodings)) == len(self.plan.expected)
+
+    # ---- ranks ---------------------------------------------------------------------------------------------
 
     @property
     def _device(self) -> torch.device:
         return self.plan.entries[0].tensor.device if self.plan.entries else torch.device("cpu")
 
-    def _agree(self, value: int) -> int:
-        """The sending rank's number on every rank."""
+    def _broadcast(self, numbers: list[int], dtype=torch.int64) -> list[int]:
+        """The sending rank's numbers on every rank; others give as many of their own."""
         if self.plan.ranks == 1:
-            return value
-        number = torch.tensor([value], dtype=torch.int64, device=self._device)
-        dist.broadcast(number, group=self.plan.group, group_src=self.rank)
-        return int(number)
+            return numbers
+        row = torch.tensor(numbers, dtype=dtype, device=self._device)
+        dist.broadcast(row, group=self.plan.group, group_src=self.rank)
+        return row.tolist()
+
+
+def model_identity(plan: Plan) -> str:
+    """What receivers know the model by: names, shapes and types of the full tensors. The trainer's layout is
+    no part of it, so that a trainer may come back in another one."""
+    tensors = [(name, tuple(shape), str(plan.dtype(name))) for name, shape in plan.expected.items()]
+    return hashlib.sha256(repr(tensors).encode()).hexdigest()
+
+
+def _tell(error: BaseException) -> dict:
+    failures = error.failures.items() if isinstance(error, SyncFailed) else ()
+    return {
+        "kind": type(error).__name__,
+        "message": str(error),
+        "failures": {name: answers.encode(failure).decode() for name, failure in failures},
+    }
+
+
+def _heard(told: dict, rank: int) -> SyncFailed:
+    failures = {name: answers.decode(text.encode()) for name, text in told["failures"].items()}
+    if told["kind"] == SyncFailed.__name__:
+        return SyncFailed(told["message"], failures)
+    return SyncFailed(f"the sending rank {rank} failed: {told['kind']}: {told['message']}", failures)

@@ -11,7 +11,7 @@ shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -83,8 +83,12 @@ class Schedule:
     needed_by: dict[str, tuple[int, ...]]  # kind -> stages in which a rank at my place gathers
 
 
-def schedule(plan: Plan, receivers: Sequence[int], limit: int) -> Schedule:
-    """The schedule of an export; cached on the plan."""
+def schedule(
+    plan: Plan, receivers: Sequence[int], limit: int, names: Collection[str] | None = None
+) -> Schedule:
+    """The schedule of an export; that of all tensors is cached on the plan."""
+    if names is not None:
+        return _Scheduler(plan, set(receivers), limit).run(set(names))
     key = tuple(receivers), limit
     if key not in plan.schedules:
         plan.schedules[key] = _Scheduler(plan, set(receivers), limit).run()
@@ -99,7 +103,7 @@ class _Scheduler:
             {kind: member.of_kind(kind) for kind in member.position.gather} for member in plan.members
         ]
 
-    def run(self) -> Schedule:
+    def run(self, wanted: set[str] | None = None) -> Schedule:
         plan, me = self.plan, self.plan.position
         wants = {
             kind: [not self.receivers.isdisjoint(member.position.gather[kind]) for member in self.members]
@@ -107,7 +111,10 @@ class _Scheduler:
         }
         buckets: list[list[tuple[list[tuple], list[str], int]]] = []
         filled = 0
-        for keys, names in self.units():
+        for keys, together in self.units():
+            names = [name for name in together if wanted is None or name in wanted]
+            if not names:
+                continue
             size = sum(self.unit_bytes(key) for key in keys)
             if not buckets or filled + size > self.limit:
                 buckets.append([])
@@ -125,10 +132,15 @@ class _Scheduler:
         )
 
     def units(self) -> list[tuple[list[tuple], list[str]]]:
-        """``(entries, full tensors)`` that can only travel together, in export order.
+        """``(entries, full tensors)`` that can only travel together, in export order; cached on the plan.
 
         An entry is (stage, kind, number); on each rank of its group it holds shards of some full tensors.
         """
+        if self.plan.units is None:
+            self.plan.units = self.find_units()
+        return self.plan.units
+
+    def find_units(self) -> list[tuple[list[tuple], list[str]]]:
         parent: dict = {}
 
         def root(node):
