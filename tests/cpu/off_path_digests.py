@@ -64,4 +64,7 @@ for name, model in MODELS.items():
 
 import megatron.core  # noqa: E402
 
+for name in sorted(sys.modules):
+    if name.startswith(("megatron.core.tree_training", "megatron.core.transformer.tree_attention")):
+        print("imports", name)
 print("from", megatron.core.__file__, file=sys.stderr)

@@ -13,13 +13,16 @@ MODELS = ["dense", "dense-bf16", "dense-recompute", "moe", "mla", "mla-recompute
 
 
 def digests(tree):
-    """{model: "logits gradients parameters loss"} of three optimizer steps on that tree."""
+    """{model: "logits gradients parameters loss"} of three optimizer steps on that tree, and {"imports": what
+    they import of tree training and tree attention}."""
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/cpu/off_path_digests.py"), str(ROOT)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"from {tree}/megatron/core/__init__.py" in done.stderr
-    return dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(tuple(MODELS)))
+    names = (*MODELS, "imports")
+    lines = [line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(names)]
+    return {**dict(lines), "imports": [module for name, module in lines if name == "imports"]}
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +37,11 @@ def both(tmp_path_factory):
 def test_logits_gradients_and_parameters_are_upstreams(both, model):
     ours, upstreams = both
     assert ours[model] == upstreams[model]
+
+
+def test_only_the_hooks_are_imported(both):
+    """Neither megatron.core.tree_training nor an attention backend."""
+    ours, upstreams = both
+    package = "megatron.core.transformer.tree_attention"
+    assert ours["imports"] == [package, *(f"{package}.{name}" for name in ("case", "dispatch", "refusals"))]
+    assert upstreams["imports"] == []

@@ -18,6 +18,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.tree_attention import TreeUnsupportedError
 
 pytestmark = pytest.mark.usefixtures("single")
 
@@ -266,7 +267,7 @@ class TestSource:
         cfg, context = config(rotary_use_position_ids=True), object()
         assert rpi.model_position_ids(model(cfg), TREE_IDS_T[None], None, HIDDEN, context) is None
         assert not rpi.rows_per_token(cfg, pack(tree_metadata=None), context)
-        with pytest.raises(ValueError, match="tree_metadata is for training micro-batches"):
+        with pytest.raises(TreeUnsupportedError, match="with an inference context: generate from linear"):
             rpi.model_position_ids(model(cfg), None, pack(), HIDDEN, context)
 
     def test_models_without_rope_are_left_alone(self):
@@ -296,7 +297,7 @@ class TestSource:
     def test_tree_and_context_parallelism(self):
         cfg = copy.copy(config())
         cfg.context_parallel_size = 2
-        with pytest.raises(ValueError, match="tree_metadata does not support context parallelism"):
+        with pytest.raises(TreeUnsupportedError, match=r"context_parallel_size=2\): set context_parallel"):
             rpi.model_position_ids(model(cfg), None, pack(), HIDDEN)
 
     def test_layer_ids_cover_the_pack(self):

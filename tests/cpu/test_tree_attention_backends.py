@@ -95,16 +95,52 @@ def test_reference_in_low_precision_is_near_float64(dtype, noise):
     assert (got.double() - want).abs().max() < noise * want.abs().max()
 
 
-def test_siblings_and_padding_are_invisible():
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("option", ["plain", "all"])
+@pytest.mark.parametrize("name", "qkv")
+def test_a_branch_is_invisible_to_its_siblings_whatever_it_holds(name, option, poison):
+    """Outputs and gradients of everything but the poisoned tokens' subtree and path, to the last bit of a
+    clean run or, where the reference leaves pairs out, to rounding."""
+    # prefix 0-1, branch 2-4, branch 5-6, padding 7
     metadata = TreeMetadata.from_nodes([-1, 0, 0], [2, 3, 2], padded_to=4)
-    q, k, v, _ = tensors(0, 8)
-    before = tree_attention(q, k, v, metadata)
-    with torch.no_grad():
-        k[2:5], v[2:5] = float("nan"), 9.0  # poison the first branch
-        k[2:5] = 1e30
-    after = tree_attention(q, k, v, metadata)
-    assert torch.equal(before[:2], after[:2]) and torch.equal(before[5:], after[5:])
-    assert not torch.equal(before[2:5], after[2:5])
+    options = dict(OPTIONS[option])
+    if options.pop("sink", False):
+        options["sink"] = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64)
+
+    def run(**poisoned):
+        inputs = dict(zip("qkv", tensors(0, 8)[:3], strict=True))
+        with torch.no_grad():
+            for which, value in poisoned.items():
+                inputs[which][3] = value
+        out = tree_attention(*inputs.values(), metadata, **options)
+        assert out[:3].isfinite().all()
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return out, torch.autograd.grad((out * weight).sum(), list(inputs.values()))
+
+    clean, clean_grads = run()
+    out, grads = run(**{name: poison})
+    others = [0, 1, 2, 5, 6, 7]
+    torch.testing.assert_close(out[others], clean[others], rtol=1e-13, atol=1e-14)
+    assert not torch.equal(out[3], clean[3])
+    for got, want in zip(grads, clean_grads, strict=True):
+        torch.testing.assert_close(got[5:], want[5:], rtol=1e-12, atol=1e-13)
+
+
+def test_reference_leaves_out_pairs_like_the_dense_mask_does():
+    """Both of its ways on one random tree, with NaN in the padding only."""
+    parents, lengths = random_tree(4, nodes=17)
+    metadata = TreeMetadata.from_nodes(parents, lengths, padded_size=sum(lengths) + 1)
+    for options in OPTIONS.values():
+        q, k, v, sink = tensors(2, metadata.padded_size)
+        options = {**options, "sink": sink if "sink" in options else None}
+        found = []
+        for last in (1.0, float("nan")):
+            with torch.no_grad():
+                v[-1] = last
+            out = tree_attention(q, k, v, metadata, **options)[:-1]
+            found.append([out, *(g[:-1] for g in torch.autograd.grad(out.square().sum(), (q, k, v)))])
+        for dense, paths in zip(*found, strict=True):
+            torch.testing.assert_close(paths, dense, rtol=1e-12, atol=1e-13)
 
 
 def case(**fields):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from megatron.core.transformer.tree_metadata import TreeMetadata
+from megatron.core.transformer.tree_metadata import RouterStatistics, TreeMetadata
 
 #       0: 3 tokens
 #      / \
@@ -72,7 +72,9 @@ def test_field_order_is_the_contract():
         "num_nodes",
         "precomputed",
         "max_position",
+        "router_statistics",  # by keyword only
     ]
+    assert not any(f.kw_only for f in dataclasses.fields(TreeMetadata)[:7])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -204,6 +206,14 @@ REFUSED = {
     "padding ids": (
         dict(tree_position_ids=torch.tensor([0, 1, 2, 3, 4, 5, 5, 6, 3, 4, 0, 1, 6, 7, 8, 9])),
         r"tree_position_ids: expected 0..6 for padding \(0 when built by from_nodes\), got \[6, 7, 8, 9\]",
+    ),
+    "router weights": (
+        dict(router_statistics=RouterStatistics(torch.ones(12), 1.0, 12.0)),
+        r"router_statistics.weights_T: expected 16 entries \(padded_size\) on cpu, got 12 on cpu",
+    ),
+    "router weights' type": (
+        dict(router_statistics=RouterStatistics(int32(*range(16)), 1.0, 16.0)),
+        r"router_statistics.weights_T: expected a 1-D float32 tensor, got int32",
     ),
     "devices": (
         dict(node_parent=int32(*PARENTS).to("meta")),

@@ -1,6 +1,9 @@
 """Router statistics of a tree against upstream's router on the concatenated linear layout; upstream's own
 failures."""
 
+import copy
+import dataclasses
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +12,10 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.tree_router import router_weights
 from megatron.core.transformer.tree_attention import TreeUnsupportedError
 from megatron.core.transformer.tree_metadata import TreeMetadata
 from megatron.core.tree_training import StepTotals, Trajectory, TreeBatch, replay_experts
-from megatron.core.tree_training.moe import RouterStatistics, router_weights
 from tests.dist import small_gpt
 
 HIDDEN = 32
@@ -26,11 +29,9 @@ def batch_of(totals=None, **options):
     )
     if totals:
         scale = totals.num_microbatches * totals.data_parallel_size / totals.real_microbatches
-        statistics = RouterStatistics.of(made.tree_metadata)._replace(
+        made.tree_metadata.router_statistics = made.tree_metadata.router_statistics._replace(
             averaged_scale=scale, per_token_scale=totals.count / totals.real_microbatches
         )
-        made.tree_metadata._cache.clear()
-        statistics.attach(made.tree_metadata)
     return made
 
 
@@ -188,6 +189,37 @@ def test_weights_of_a_tree():
         assert router_weights(layer_of(router), None, moved.packed_seq_params).device.type == "meta"
 
 
+CARRIED = {
+    "moved": lambda batch: batch.to("meta"),
+    "pickled": lambda batch: pickle.loads(pickle.dumps(batch)),
+    "deep-copied": copy.deepcopy,
+    "metadata pickled": lambda batch: with_metadata(batch, lambda m: pickle.loads(pickle.dumps(m))),
+    "metadata copied": lambda batch: with_metadata(batch, copy.copy),
+    "metadata replaced": lambda batch: with_metadata(batch, dataclasses.replace),
+    "metadata moved": lambda batch: with_metadata(batch, lambda m: m.to("meta")),
+}
+
+
+def with_metadata(batch, change):
+    return dataclasses.replace(
+        batch, packed_seq_params=change(batch.tree_metadata).packed_seq_params()
+    )
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("way", CARRIED)
+def test_weights_go_wherever_the_tree_goes(single, way, per_token):
+    layer = layer_of(router_of(**CASES["aux"], calculate_per_token_loss=per_token))
+    batch = batch_of(totals=StepTotals(2, 2, 2, 40, 10))
+    want = router_weights(layer, None, batch.packed_seq_params)
+    carried = CARRIED[way](batch)
+    got = router_weights(layer, None, carried.packed_seq_params)
+    assert carried.tree_metadata is not batch.tree_metadata and got.shape == want.shape
+    assert carried.tree_metadata.router_statistics[1:] == batch.tree_metadata.router_statistics[1:]
+    if got.device.type != "meta":
+        assert torch.equal(got, want) and want[..., 0].max() > 1
+
+
 # Upstream's failures with an ordinary padding mask.
 @pytest.mark.parametrize("tokens", [12, 4], ids=["tokens differ from experts", "tokens equal experts"])
 def test_expert_bias_leaves_padding_out(single, tokens):
@@ -226,8 +258,6 @@ def test_refusals(single):
     refused("with moe_expert_capacity_factor: set it to None", moe_expert_capacity_factor=1.0)
     refused("with mlp_chunks_for_training > 1 and experts", mlp_chunks_for_training=2)
     refused("with CUDA graphs that capture the router", attributes=dict(use_partial_cudagraphs=True))
-    with pytest.raises(ValueError, match="has router statistics already"):
-        RouterStatistics.of(batch.tree_metadata)._replace(averaged_scale=3.0).attach(batch.tree_metadata)
 
 
 def test_replayed_experts_reach_their_tokens(single):

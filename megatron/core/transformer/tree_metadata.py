@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _Cached = TypeVar("_Cached")
+
+
+class RouterStatistics(NamedTuple):
+    """What a micro-batch tells the routers of MoE layers, see ``transformer.moe.tree_router``."""
+
+    weights_T: torch.Tensor
+    """float32 [T]: tokens of the linear layout that each packed token stands for, 0 for padding."""
+
+    averaged_scale: float | torch.Tensor
+    """Of auxiliary losses, where upstream averages over micro-batches and ranks."""
+
+    per_token_scale: float | torch.Tensor
+    """Of auxiliary losses, where upstream divides by the loss function's token count."""
 
 
 @dataclass(eq=False)
@@ -49,6 +62,9 @@ class TreeMetadata:
 
     max_position: int | None = None
     """Largest position id, known on the host so that nobody has to read it back from a device."""
+
+    router_statistics: RouterStatistics | None = field(default=None, kw_only=True, repr=False)
+    """For MoE routers, goes wherever the tree goes. None counts every real token once."""
 
     _cache: dict = field(default_factory=dict, init=False, repr=False)
 
@@ -156,11 +172,21 @@ class TreeMetadata:
 
         if not isinstance(device, (torch.device, str, int)):
             raise TypeError(f"device: expected a torch.device or its name, got {device!r}")
-        here = self.cu_node_lens, self.node_parent, self.tree_position_ids
-        tensors = [t.to(device, non_blocking=non_blocking) for t in here]
-        if all(moved is t for moved, t in zip(tensors, here, strict=True)):
+        statistics = self.router_statistics or ()
+        here = self.cu_node_lens, self.node_parent, self.tree_position_ids, *statistics
+        there = [
+            t.to(device, non_blocking=non_blocking) if isinstance(t, torch.Tensor) else t for t in here
+        ]
+        if all(moved is t for moved, t in zip(there, here, strict=True)):
             return self
-        return TreeMetadata(*tensors, self.padded_size, self.num_nodes, self.precomputed, self.max_position)
+        return TreeMetadata(
+            *there[:3],
+            self.padded_size,
+            self.num_nodes,
+            self.precomputed,
+            self.max_position,
+            router_statistics=RouterStatistics(*there[3:]) if statistics else None,
+        )
 
     def packed_seq_params(self) -> PackedSeqParams:
         """The pack as one THD sequence whose rope tables are as long as the tree is deep."""
@@ -225,6 +251,14 @@ class TreeMetadata:
             )
         self._check_order(parents)
         self._check_positions(bounds, parents, ids)
+        if self.router_statistics is not None:
+            weights_T = self.router_statistics.weights_T
+            _check_tensor(weights_T, "router_statistics.weights_T", "float32")
+            if weights_T.numel() != self.padded_size or weights_T.device != self.device:
+                raise ValueError(
+                    f"router_statistics.weights_T: expected {self.padded_size} entries (padded_size) on "
+                    f"{self.device}, got {weights_T.numel()} on {weights_T.device}"
+                )
         return self
 
     def _check_order(self, parents: list[int]) -> None:

@@ -3,9 +3,9 @@
 from megatron.core.tree_training.batch import StepTotals, TreeBatch
 from megatron.core.tree_training.estimate import ModelCost, SharingEstimate, share_or_not
 from megatron.core.tree_training.log_probs import entropy, log_probs, log_probs_and_entropy
-from megatron.core.tree_training.moe import replay_experts
 from megatron.core.tree_training.plan import MicroBatchPlan, plan_micro_batches
 from megatron.core.tree_training.records import read_jsonl, trajectories_from_records
+from megatron.core.tree_training.routing_replay import replay_experts
 from megatron.core.tree_training.trajectory import Trajectory
 
 __all__ = [

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.tree_metadata import TreeMetadata
-from megatron.core.tree_training import moe, partition, trie
+from megatron.core.transformer.tree_metadata import RouterStatistics, TreeMetadata
+from megatron.core.tree_training import partition, trie
 from megatron.core.tree_training.trajectory import check_all
 
 
@@ -181,6 +181,17 @@ class TreeBatch:
             return torch.as_tensor(array, dtype=dtype).to(device)
 
         position_ids = put(positions, torch.int64)
+        branches_T = put(branches, torch.int32)
+        mask_L = torch.cat([t.loss_mask for t in checked]) if checked else torch.zeros(0, dtype=torch.bool)
+        num_loss_tokens = int(mask_L.sum())
+        totals = totals or StepTotals(1, 1, min(len(checked), 1), num_loss_tokens, len(checked), loss_per)
+        router_statistics = RouterStatistics(
+            weights_T=(branches_T.clamp(max=1) if router_counts_once else branches_T).float(),
+            averaged_scale=totals.num_microbatches
+            * totals.data_parallel_size
+            / max(totals.real_microbatches, 1),
+            per_token_scale=totals.count / max(totals.real_microbatches, 1),
+        )
         metadata = TreeMetadata(
             cu_node_lens=put(cu_node_lens, torch.int32),
             node_parent=put(packed.node_parent_N, torch.int32),
@@ -188,18 +199,8 @@ class TreeBatch:
             padded_size=padded,
             num_nodes=packed.node_parent_N.size,
             max_position=int(positions.max()),
+            router_statistics=router_statistics,
         )
-        branches_T = put(branches, torch.int32)
-        mask_L = torch.cat([t.loss_mask for t in checked]) if checked else torch.zeros(0, dtype=torch.bool)
-        num_loss_tokens = int(mask_L.sum())
-        totals = totals or StepTotals(1, 1, min(len(checked), 1), num_loss_tokens, len(checked), loss_per)
-        moe.RouterStatistics(
-            weights_T=(branches_T.clamp(max=1) if router_counts_once else branches_T).float(),
-            averaged_scale=totals.num_microbatches
-            * totals.data_parallel_size
-            / max(totals.real_microbatches, 1),
-            per_token_scale=totals.count / max(totals.real_microbatches, 1),
-        ).attach(metadata)
         like = checked[0] if checked else like
         values_L = {
             name: torch.cat([value[:0], *(t.values[name] for t in checked)]).to(device)
@@ -386,11 +387,7 @@ class TreeBatch:
                 return value.to(device, non_blocking=non_blocking)
             return {name: move(v) for name, v in value.items()} if isinstance(value, dict) else value
 
-        metadata = self.tree_metadata.to(device, non_blocking)
-        if metadata is not self.tree_metadata:
-            statistics = moe.RouterStatistics.of(self.tree_metadata)
-            statistics._replace(weights_T=move(statistics.weights_T)).attach(metadata)
-        params = metadata.packed_seq_params()
+        params = self.tree_metadata.to(device, non_blocking).packed_seq_params()
         keep = {"packed_seq_params": params, "trajectory_values": self.trajectory_values}
         return type(self)(
             **{f.name: keep[f.name] if f.name in keep else move(getattr(self, f.name)) for f in fields(self)}

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 import torch
 
 
-class TreeUnsupportedError(NotImplementedError):
-    """A tree pack reached something that cannot compute it exactly. Names the cause and the way out."""
+class TreeUnsupportedError(NotImplementedError, ValueError):
+    """A tree pack reached something that cannot compute it exactly. Names the cause and the way out.
+
+    Also a ValueError, like the refusals of packs that are wrong in themselves.
+    """
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     out[q] = sum_k p[q, k] v[k],   p[q, :] = softmax over { k : k <= q < subtree_end[k] } of scale * q.k
 
 With a sink, exp(sink) is added to the softmax denominator. O(T^2 H) memory, forward and backward: for tests
-and small packs. float64 and float32 are computed as they are, bfloat16 and float16 in float32.
+and small packs. A NaN or an infinity reaches only queries that see its token, and the gradients of their
+paths. float64 and float32 are computed as they are, bfloat16 and float16 in float32.
 """
 
 from __future__ import annotations
@@ -45,20 +46,33 @@ def attend(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv], sink [H] -> [T, H, Dv]; see ``case`` for the contract."""
-    mask_TT = metadata.cached(("reference", window), lambda m: visible(m, window))
+    mask_TK = metadata.cached(("reference", window), lambda m: visible(m, window))
     tokens, heads, _ = q.shape
     groups = k.shape[1]
     compute = q.dtype if q.dtype in (torch.float64, torch.float32) else torch.float32
     q_GRTD = q.to(compute).view(tokens, groups, heads // groups, -1).permute(1, 2, 0, 3)
-    k_G1DT = k.to(compute).permute(1, 2, 0)[:, None]
-    v_G1TD = v.to(compute).transpose(0, 1)[:, None]
-    logits_GRTT = (q_GRTD @ k_G1DT) * softmax_scale
+    k_GTD, v_GTD = k.to(compute).transpose(0, 1), v.to(compute).transpose(0, 1)
+    finite = all(bool(t.isfinite().all()) for t in (q, k, v))
+    if finite:
+        logits_GRTK = q_GRTD @ k_GTD.mT[:, None]
+    else:
+        # 0 * NaN is NaN: leave out what a query does not see instead of giving it the weight 0.
+        seen_TK, key_TK = mask_TK.sort(dim=1, descending=True, stable=True)
+        seen_TK, key_TK = (t[:, : int(mask_TK.sum(1).max())] for t in (seen_TK, key_TK))
+        key_TK = torch.where(seen_TK, key_TK, torch.arange(tokens, device=q.device)[:, None])
+        mask_TK = seen_TK
+        logits_GRTK = (q_GRTD[..., None, :] * k_GTD[:, key_TK][:, None]).sum(-1)
+    logits_GRTK = logits_GRTK * softmax_scale
     if softcap is not None:
-        logits_GRTT = softcap * torch.tanh(logits_GRTT / softcap)
-    logits_GRTT = logits_GRTT.masked_fill(~mask_TT, float("-inf"))
+        logits_GRTK = softcap * torch.tanh(logits_GRTK / softcap)
+    logits_GRTK = logits_GRTK.masked_fill(~mask_TK, float("-inf"))
     if sink is not None:
         sink_GRT1 = sink.to(compute).view(groups, heads // groups, 1, 1).expand(-1, -1, tokens, 1)
-        probs_GRTT = torch.cat([logits_GRTT, sink_GRT1], dim=-1).softmax(dim=-1)[..., :-1]
+        probs_GRTK = torch.cat([logits_GRTK, sink_GRT1], dim=-1).softmax(dim=-1)[..., :-1]
     else:
-        probs_GRTT = logits_GRTT.softmax(dim=-1)
-    return (probs_GRTT @ v_G1TD).permute(2, 0, 1, 3).reshape(tokens, heads, -1).to(q.dtype)
+        probs_GRTK = logits_GRTK.softmax(dim=-1)
+    if finite:
+        out_GRTD = probs_GRTK @ v_GTD[:, None]
+    else:
+        out_GRTD = (probs_GRTK[..., None] * v_GTD[:, key_TK][:, None]).sum(-2)
+    return out_GRTD.permute(2, 0, 1, 3).reshape(tokens, heads, -1).to(q.dtype)

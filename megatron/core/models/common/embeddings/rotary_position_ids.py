@@ -112,8 +112,9 @@ def tree_position_ids(config: Any, packed_seq_params: Any | None) -> Tensor | No
     """Position ids [T] of the pack's tree metadata; None without tree metadata.
 
     Raises:
-        ValueError: metadata without ids, in another layout than THD, under context parallelism, without
-            max_seqlen_q/max_seqlen_kv, or with a position outside the rotary table that these two give.
+        TreeUnsupportedError: context parallelism.
+        ValueError: metadata without ids, in another layout than THD, without max_seqlen_q/max_seqlen_kv, or
+            with a position outside the rotary table that these two give.
     """
     metadata = getattr(packed_seq_params, "tree_metadata", None)
     if metadata is None:
@@ -121,9 +122,9 @@ def tree_position_ids(config: Any, packed_seq_params: Any | None) -> Tensor | No
     if packed_seq_params.qkv_format != "thd":
         raise ValueError(f"tree_metadata needs qkv_format='thd', got {packed_seq_params.qkv_format!r}")
     if config.context_parallel_size > 1:
-        raise ValueError(
-            "tree_metadata does not support context parallelism, got "
-            f"context_parallel_size={config.context_parallel_size}"
+        raise _unsupported(
+            f"context parallelism (context_parallel_size={config.context_parallel_size})",
+            "set context_parallel_size=1",
         )
     position_ids = metadata.tree_position_ids
     if position_ids is None:
@@ -165,9 +166,10 @@ def model_position_ids(
         inference_context: an inference engine keeps positions of its own: with one, no ids are used.
 
     Raises:
-        ValueError: see `tree_position_ids`; tree metadata during inference; or, with the flag, ids of the
-            wrong shape, None on a later pipeline stage, or ids that differ between samples where a fused
-            kernel takes one table for the batch.
+        TreeUnsupportedError: tree metadata during inference; see `tree_position_ids`.
+        ValueError: see `tree_position_ids`; or, with the flag, ids of the wrong shape, None on a later
+            pipeline stage, or ids that differ between samples where a fused kernel takes one table for the
+            batch.
     """
     config = model.config
     if model.position_embedding_type not in ("rope", "yarn"):
@@ -175,7 +177,7 @@ def model_position_ids(
     tree_ids = tree_position_ids(config, packed_seq_params)
     if tree_ids is not None:
         if inference_context is not None:
-            raise ValueError("tree_metadata is for training micro-batches, got an inference_context with it")
+            raise _unsupported("an inference context", "generate from linear sequences")
         return tree_ids
     if not config.rotary_use_position_ids or inference_context is not None:
         return None
@@ -250,6 +252,12 @@ def check_config(config: Any) -> None:
             "rotary_use_position_ids does not work with CUDA graphs, got "
             f"cuda_graph_impl={config.cuda_graph_impl!r}"
         )
+
+
+def _unsupported(cause: str, way_out: str) -> Exception:
+    from megatron.core.transformer.tree_attention import TreeUnsupportedError
+
+    return TreeUnsupportedError(f"tree_metadata is not supported with {cause}: {way_out}")
 
 
 def _full_length(config: Any, hidden: Tensor) -> int:

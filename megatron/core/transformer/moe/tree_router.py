@@ -9,51 +9,34 @@ its number of branches as weight w_t, and 0 for padding,
 is that of one linear micro-batch of the same trajectories, one after another. They are quadratic in a
 micro-batch, so that is the reference, not the trajectories one by one.
 
-How it travels: `router_weights` is called in every MoE layer, on every pipeline stage, and derives the
-weights from the tree metadata. From there to the router they take the place of `padding_mask`, as [1, s, 3]
-floats where a mask is [1, s]: weight, scale and N. `tree_routing` takes them up.
+How it travels: every MoE layer, on every pipeline stage, calls `router_weights` with the tree metadata, and
+hands the result to its router as `padding_mask`. That argument is the only one that upstream carries from the
+layer to the router, also into what is recomputed; a mask is boolean with two dimensions, token weights have
+three. `tree_routing` takes them up.
 
 Scale: an auxiliary loss weighs 1 / (real micro-batches of the step), in both of upstream's modes. Upstream
 divides by num_microbatches · data_parallel_size, dummies included, or, per token, by the loss function's
 count of the whole step (and multiplies by the router's own tokens, which are others).
 """
 
-from typing import NamedTuple
-
 import torch
 
-_STATISTICS = "router statistics"
+from megatron.core.transformer.tree_metadata import RouterStatistics
 
 
-class RouterStatistics(NamedTuple):
-    """What a micro-batch tells its routers; TreeBatch keeps it with the tree metadata."""
-
-    weights_T: torch.Tensor
-    """float32 [T]: tokens of the linear layout that each packed token stands for, 0 for padding."""
-    averaged_scale: float | torch.Tensor
-    """Of auxiliary losses, where upstream averages over micro-batches and ranks."""
-    per_token_scale: float | torch.Tensor
-    """Of auxiliary losses, where upstream divides by the loss function's token count."""
-
-    @classmethod
-    def of(cls, metadata):
-        """Those of a micro-batch; without a TreeBatch, every real token once, and upstream's scales."""
-        return metadata.cached(_STATISTICS, _real_tokens_once)
-
-    def attach(self, metadata):
-        """Keep with the metadata; once."""
-        if metadata.cached(_STATISTICS, lambda _: self) is not self:
-            raise ValueError("the tree metadata has router statistics already")
-
-
-def _real_tokens_once(metadata):
+def _statistics(metadata):
+    """Those of the micro-batch; where nobody gave any, every real token once and upstream's scales."""
+    if metadata.router_statistics is not None:
+        return metadata.router_statistics
     end = metadata.cu_node_lens[metadata.num_nodes]
-    weights = (torch.arange(metadata.padded_size, device=end.device) < end).float()
-    return RouterStatistics(weights, 1.0, weights.sum())
+    weights_T = (torch.arange(metadata.padded_size, device=end.device) < end).float()
+    return RouterStatistics(weights_T, 1.0, weights_T.sum())
 
 
 def router_weights(layer, padding_mask, packed_seq_params):
-    """[1, s, 3] for the tokens that this rank holds, or `padding_mask` itself when the pack is no tree.
+    """Weight, scale and N of the tokens that this rank holds, [1, s, 3], in the place of `padding_mask`.
+
+    That comes back as it is when the pack is no tree, or the layer has no experts.
 
     Raises:
         TreeUnsupportedError: the layer's routing depends on which tokens share a micro-batch, or drops the
@@ -68,7 +51,7 @@ def router_weights(layer, padding_mask, packed_seq_params):
     size, rank = (1, 0) if tp is None else (tp.size(), tp.rank())
 
     def build(metadata):
-        statistics = RouterStatistics.of(metadata)
+        statistics = _statistics(metadata)
         scale = statistics.per_token_scale if config.calculate_per_token_loss else statistics.averaged_scale
         weights = statistics.weights_T
         constant = weights.new_ones(weights.numel() // size)
@@ -76,7 +59,7 @@ def router_weights(layer, padding_mask, packed_seq_params):
             None
         ]
 
-    return metadata.cached((_STATISTICS, size, rank, config.calculate_per_token_loss), build)
+    return metadata.cached(("router weights", size, rank, config.calculate_per_token_loss), build)
 
 
 def _refuse(layer, config, padding_mask):
@@ -211,45 +194,3 @@ def _z_loss(router, logits, w, scale, total):
         avg_group=router.tp_dp_cp_group,
     )
     return MoEAuxLossAutoScaler.apply(logits, loss * (router.config.moe_z_loss_coeff * scale))
-
-
-def replay_experts(model, batch, experts, layer_of=None):
-    """Give recorded routing to the routers of one model chunk, before its forward pass on `batch`.
-
-    Use it with moe_enable_routing_replay=True and RouterReplay's action REPLAY_FORWARD. Pass the recording as
-    `identity` of the trajectories too, so that tokens are shared only where they were routed alike.
-
-    Args:
-        model: the model chunk; MoE layers of other pipeline stages are elsewhere.
-        batch: a TreeBatch.
-        experts: integer [T, layers, topk] packed, or a list of [length, layers, topk] for each trajectory.
-        layer_of: function from a 1-based layer number to an index of the second dimension; layer_number - 1
-            if None.
-
-    Raises:
-        ValueError: a shape does not fit, trajectories that share a token disagree, or no router replays.
-    """
-    if not isinstance(experts, torch.Tensor):
-        experts = batch.pack_values(experts)
-    if experts.dim() != 3 or experts.shape[0] != batch.padded_size or experts.is_floating_point():
-        raise ValueError(
-            f"experts must be integers [{batch.padded_size}, layers, topk], got {experts.dtype} "
-            f"{tuple(experts.shape)}"
-        )
-    routers = [m for m in model.modules() if getattr(m, "router_replay", None) is not None]
-    if not routers:
-        raise ValueError("no router replays: set moe_enable_routing_replay=True in the model's config")
-    # Padding needs topk different experts like every token.
-    padding = torch.arange(experts.shape[2], device=experts.device).expand(experts.shape[0], -1)
-    is_padding = (batch.branches_T == 0)[:, None]
-    for router in routers:
-        layer = router.layer_number - 1 if layer_of is None else layer_of(router.layer_number)
-        if not 0 <= layer < experts.shape[1] or experts.shape[2] != router.topk:
-            raise ValueError(
-                f"layer {router.layer_number} needs experts[:, {layer}] with {router.topk} experts, "
-                f"got shape {tuple(experts.shape)}"
-            )
-        chosen = torch.where(is_padding, padding, experts[:, layer].long())
-        if router.config.sequence_parallel:
-            chosen = chosen.chunk(router.tp_group.size())[router.tp_group.rank()]
-        router.router_replay.set_target_indices(chosen)
