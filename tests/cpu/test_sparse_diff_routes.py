@@ -262,6 +262,53 @@ def test_parameters_without_a_gradient_are_not_sent():
     assert not any(follow(build, play)[1].values())
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_main_weight_without_a_gradient(distributed):
+    """The inner optimizer passes over it, and it is still copied; what was written past it is put back."""
+
+    def make():
+        return build(distributed=distributed)
+
+    def play(chunk, optimizer, write=()):
+        step(chunk, optimizer, 1, density=0.05)
+        for index in write:
+            chunk.module.second.data.view(-1)[index] = 7.0
+        chunk.zero_grad_buffer()
+        for param in chunk.parameters():
+            if param.requires_grad:
+                param.main_grad.fill_(1e-3)
+        optimizer.prepare_grads()
+        chunk.module.second.main_param.grad = None
+        optimizer.step_with_ready_grads()
+
+    diff, sent = follow(make, play)
+    assert routes(diff)["second"] == "hooked" and 0 < len(sent["second"]) < 0.3 * 65 * 33
+    assert len(sent["first"]) > 60  # it has a gradient, and a step changes nearly all of it
+
+    def written(chunk, optimizer):
+        play(chunk, optimizer, write=(5, 700))
+
+    _, sent = follow(make, written)
+    assert {5, 700} <= set(sent["second"])
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_value_that_returns_between_two_syncs(distributed):
+    def make():
+        return build(distributed=distributed)
+
+    def play(chunk, optimizer):
+        main = chunk.module.second.main_param
+        old = main.detach().clone()
+        steps(chunk, optimizer, density=0.02)
+        main.data.copy_(old)
+        for leaf in optimizer.chained_optimizers:
+            leaf._copy_main_params_to_model_params()
+
+    _, sent = follow(make, play)
+    assert sent["second"] and sent["first"]
+
+
 # Weights that are replaced
 
 
@@ -296,6 +343,52 @@ def test_weights_written_past_everything_are_noticed_by_the_reload(distributed):
 
     assert "second" in naive(make, play)
     assert len(follow(make, play)[1]["second"]) == 65 * 33
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_checkpoint_of_the_optimizer_reaches_the_model_through_the_copy(distributed):
+    """Main weights are loaded, the model is not: until the next step it has not changed."""
+
+    def make():
+        return build(distributed=distributed, fp32=False)
+
+    def mains(chunk):
+        return [p.main_param for p in chunk.parameters() if p.requires_grad]
+
+    def play(chunk, optimizer):
+        held = [main.detach().clone() for main in mains(chunk)]
+        steps(chunk, optimizer)
+        for main, old in zip(mains(chunk), held, strict=True):
+            main.data.copy_(old * 1.5)  # as loading does, in place
+        steps(chunk, optimizer, seeds=(3,), density=0.01)
+
+    assert naive(make, play) == set()
+    _, sent = follow(make, play)
+    assert len(sent["second"]) > 0.9 * 65 * 33
+
+
+def test_memory_that_was_lost_makes_the_next_sync_whole():
+    """What torch_memory_saver leaves when it puts a pool to sleep and wakes it: pages of other content."""
+    chunk, optimizer = build()
+    diff = attach(optimizer)
+    receiver = snapshot(chunk)
+    for version, lost in enumerate((False, True, False)):
+        steps(chunk, optimizer, seeds=(5 * version + 1,))
+        if lost:
+            for entry in diff:
+                store = entry.shard.bits.store if entry.shard.route == "hooked" else None
+                store = getattr(entry.shard, "_store", store)
+                if store is not None:
+                    store.fill_(0)
+            steps(chunk, optimizer, seeds=(5 * version + 2,))  # and training went on before anybody looked
+        diff.gather_changed()
+        for name, tensor in tensors_of(chunk).items():
+            assert diff.is_dense(tensor) == (lost and not name.endswith("fixed")), name
+            indices, values = diff.changed(tensor)
+            receiver[name].view(-1)[indices] = values
+            assert torch.equal(bits(receiver[name]), bits(tensor)), name
+        assert ("memory of its" in diff.report()) == lost
+        diff.clear(version)
 
 
 def test_validation_finds_what_nothing_announced():

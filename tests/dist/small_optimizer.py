@@ -4,6 +4,10 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import (
+    LayerWiseDistributedOptimizer,
+    tag_params_for_buffer_routing,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
@@ -31,29 +35,38 @@ class Weights(MegatronModule):
 
 
 def build(
-    dtype=torch.bfloat16, distributed=True, bucket_size=None, lr=1e-3, config=(), ddp=(), forced=(), **weights
+    dtype=torch.bfloat16,
+    distributed=True,
+    bucket_size=None,
+    lr=1e-3,
+    config=(),
+    ddp=(),
+    forced=(),
+    layer_wise_layout=False,
+    **weights,
 ):
     """`(chunk, optimizer)`: DDP over `Weights`, and the optimizer of `get_megatron_optimizer`.
 
-    `config` and `ddp` are further fields of the configurations, `forced` ones set past their validation.
+    `config` and `ddp` are fields of the configurations, `forced` ones set past their validation.
+    `layer_wise_layout` lays buffers out so that each matrix is whole on one rank.
     """
     transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, bucket_size=bucket_size, grad_reduce_in_fp32=True, **dict(ddp)
     )
-    chunk = DistributedDataParallel(transformer, ddp_config, Weights(transformer, dtype, **weights))
+    module, layout = Weights(transformer, dtype, **weights), None
+    if layer_wise_layout:
+        tag_params_for_buffer_routing([module])
+        trained = [param for param in module.parameters() if param.requires_grad]
+        layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
+            trained, bucket_size, torch.distributed.get_world_size(), ddp_config
+        )
+    chunk = DistributedDataParallel(transformer, ddp_config, module, full_param_layout=layout)
     chunk.broadcast_params()
     half = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(dtype, {})
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=lr,
-        weight_decay=0.01,
-        clip_grad=0.0,
-        params_dtype=dtype,
-        use_distributed_optimizer=distributed,
-        **half,
-        **dict(config),
-    )
+    fields = dict(optimizer="adam", lr=lr, weight_decay=0.01, clip_grad=0.0, params_dtype=dtype)
+    fields.update(use_distributed_optimizer=distributed, **half)
+    optimizer_config = OptimizerConfig(**{**fields, **dict(config)})
     for name, value in dict(forced).items():
         setattr(optimizer_config, name, value)
     optimizer = get_megatron_optimizer(optimizer_config, [chunk])

@@ -160,6 +160,126 @@ def test_layer_wise_optimizer_each_parameter_whole_on_one_rank(world):
         assert any(found_0[0][name] for name in owned)
 
 
+class OnMatrices(torch.optim.SGD):
+    """Stands in for Muon where its package is not installed: momentum alone, on the same parameters."""
+
+    def __init__(self, params, lr, **_):
+        super().__init__(params, lr=lr, momentum=0.9)
+
+
+class Done:
+    def wait(self):
+        pass
+
+
+def _uneven_gather(real):
+    """`all_gather` that accepts `async_op` for uneven tensors, as NCCL does."""
+
+    def call(received, sent, group=None, async_op=False):
+        real(received, sent, group=group)
+        return Done() if async_op else None
+
+    return call
+
+
+def _muon(layout, overlap):
+    """Muon of `get_megatron_optimizer`: matrices whole on one rank; the rest beside them, or, with the
+    layout, in a DistributedOptimizer of their own."""
+    import megatron.core.optimizer as optimizers
+    from megatron.core.optimizer import emerging_optimizers as emerging
+    from megatron.core.optimizer.sparse_diff import attach
+
+    with parallel(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", _uneven_gather(dist.all_gather))
+        if not emerging.HAVE_EMERGING_OPTIMIZERS:
+            entry = emerging.EmergingOptimizerEntry(
+                optimizer_cls=OnMatrices,
+                init_state_fn=lambda optimizer, config=None: None,
+                config_to_kwargs=lambda config, *_: {"lr": config.lr},
+            )
+            patch.setitem(emerging._EMERGING_OPTIMIZERS, "muon", entry)
+            patch.setattr(optimizers, "HAVE_EMERGING_OPTIMIZERS", True)
+        flags = {"overlap_param_gather": overlap}
+        config = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, **flags}
+        ddp = {"overlap_grad_reduce": True, **flags} if overlap else {}
+        torch.manual_seed(4)
+        chunk, optimizer = build(
+            distributed=layout, config=config, ddp=ddp, fp32=False, layer_wise_layout=layout
+        )
+        diff = attach(optimizer)
+        receiver = snapshot(chunk)
+        stale, sent = 0, {}
+        for version in range(3):
+            for seed in range(2):
+                step(chunk, optimizer, 10 * version + seed, density=0.03)
+            if version == 1:
+                diff.invalidate("to send whole tensors")
+            if version == 2 and overlap:
+                chunk.start_param_sync()  # and is still under way
+            diff.gather_changed()
+            for name, param in chunk.named_parameters():
+                indices, values = diff.changed(param)
+                receiver[name].view(-1)[indices] = values
+                sent[name] = indices.tolist()
+            stale += any(not torch.equal(receiver[n], p.detach()) for n, p in chunk.named_parameters())
+            diff.clear(version)
+            diff.complete_weights()
+            for name, param in chunk.named_parameters():
+                assert torch.equal(receiver[name], param.detach()), (name, version)
+        here = {e.name: e.shard.numel for e in diff if e.shard.route == "hooked"}
+        return {name: n for name, n in here.items() if n}, sent, stale
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layout", [False, True])
+def test_muon_and_what_it_leaves_to_adam(world, layout, overlap):
+    (here_0, sent_0, stale_0), (here_1, sent_1, stale_1) = world(2, _muon, layout, overlap)
+    assert sent_0 == sent_1 and all(sent_0[n] for n in ("module.first", "module.second", "module.last"))
+    matrices = {"module.first", "module.second"}
+    assert not (here_0.keys() & here_1.keys() & matrices) and matrices <= here_0.keys() | here_1.keys()
+    # a naive reader of this rank's model finds old values while the gather is deferred
+    assert bool(stale_0 or stale_1) == overlap
+
+
+class NaiveHook:
+    """Which elements differ before and after each copy on this rank."""
+
+    def __init__(self, model_param, shard_model_weight, shard_main_weight, param_range):
+        self.start, self.indices = param_range.start, set()
+
+    def before_copy(self, shard_model_weight):
+        self.before = shard_model_weight.clone()
+
+    def after_copy(self, shard_model_weight, shard_main_weight):
+        self.indices |= {i + self.start for i in changed_since(self.before, shard_model_weight).tolist()}
+
+
+def _naive(**options):
+    """Names of parameters of which a hook around this rank's copies misses a change of this rank's model."""
+    from megatron.core.optimizer import sparse_diff
+
+    instances = options.get("num_distributed_optimizer_instances", 1)
+    with parallel(**options):
+        previous = sparse_diff.register_manager_factory(NaiveHook)
+        try:
+            chunk, optimizer = build(fp32=False, ddp={"num_distributed_optimizer_instances": instances})
+        finally:
+            sparse_diff.register_manager_factory(previous)
+        before = snapshot(chunk)
+        step(chunk, optimizer, 1)
+        missed = set()
+        for name, param in chunk.named_parameters():
+            known = getattr(getattr(param, "_sparse_manager", None), "indices", set())
+            if set(changed_since(before[name], param).tolist()) - known:
+                missed.add(name)
+        return missed
+
+
+@pytest.mark.parametrize("ranks, options", [(2, {}), (4, {"num_distributed_optimizer_instances": 2})])
+def test_a_naive_hook_misses_what_other_ranks_own(world, ranks, options):
+    assert all(world(ranks, _naive, **options))
+
+
 def _missed_on_one_rank():
     from megatron.core.optimizer.sparse_diff import attach
 

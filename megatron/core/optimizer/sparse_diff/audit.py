@@ -154,7 +154,11 @@ def _complete(model_chunks: Sequence[torch.nn.Module], domain: Domain) -> Callab
 
     def complete() -> None:
         for chunk, bucket_group in deferred:
-            chunk._start_bucket_group_param_sync(bucket_group, force_sync=True)
+            if bucket_group.param_gather_handle is not None:
+                # To force one under way only waits; the layer-wise form has still to copy to the model.
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
+            else:
+                chunk._start_bucket_group_param_sync(bucket_group, force_sync=True)
 
     return complete
 

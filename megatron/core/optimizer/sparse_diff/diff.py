@@ -135,7 +135,10 @@ class SparseDiff:
 
     def complete_weights(self) -> None:
         """Fetch what other data-parallel ranks own of the weights, where `overlap_param_gather` leaves it to
-        the next forward; then every local tensor is current, as readers of whole tensors need. Collective."""
+        the next forward; then every local tensor is current, as readers of whole tensors need. Collective.
+
+        Between a step and the next forward only: the layer-wise optimizer receives into gradient buffers.
+        """
         for domain in self._domains:
             if domain.complete is not None:
                 domain.complete()
