@@ -25,6 +25,7 @@ CALL = "megatron.weight_sync/call"
 CONTAINER = "megatron.weight_sync/container"
 
 Named = list[tuple[str, torch.Tensor]]
+Received = Iterable[tuple[str, torch.Tensor | Callable[[], torch.Tensor]]]
 
 
 class EngineTransport:
@@ -89,13 +90,12 @@ def joint(said: list[Ack | Exception]) -> Ack | Exception:
     return (causes or errors)[0]
 
 
-def serve(
-    named: Iterable[tuple[str, torch.Tensor]], rank: int, receiver: Callable[[], Receiver]
-) -> Ack | Exception:
+def serve(named: Received, rank: int, receiver: Callable[[], Receiver]) -> Ack | Exception:
     """A worker rank's side: do what a call asks, and answer.
 
     Args:
-        named: what :class:`EngineTransport` sent.
+        named: what :class:`EngineTransport` sent; a function in place of a tensor is called when the receiver
+            reads it, so that one rank that cannot open its tensor does not leave the others waiting.
         rank: this worker's rank within the engine.
         receiver: makes or finds this rank's receiver; what it raises is the answer, too.
 
@@ -109,18 +109,31 @@ def serve(
     containers, call = [], None
     for name, tensor in named:
         if name == CALL:
-            call = parse_json(tensor.cpu().numpy().tobytes())
+            call = parse_json(_opened(tensor).cpu().numpy().tobytes())
         elif name.startswith(CONTAINER):
             containers.append(tensor)
     whole = isinstance(call, dict) and all(isinstance(call.get(key), str) for key in ("do", "key", "mailbox"))
     if not whole or call["do"] not in ("apply", "status"):
         raise CorruptPayload("these tensors are no weight-sync call")
     try:
-        answer = receiver().apply(containers) if call["do"] == "apply" else receiver().status()
+        answer = receiver().apply(map(_opened, containers)) if call["do"] == "apply" else receiver().status()
     except Exception as error:
         answer = error
     Mailbox(call["mailbox"]).post(f"{call['key']}/{rank}", answers.encode(answer))
     return answer
+
+
+def key_of(named: Received) -> str | None:
+    """The key of the call among the tensors: one delivery has one key. None if there is no call."""
+    for name, tensor in named:
+        if name == CALL:
+            call = parse_json(_opened(tensor).cpu().numpy().tobytes())
+            return call.get("key") if isinstance(call, dict) else None
+    return None
+
+
+def _opened(tensor: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+    return tensor() if callable(tensor) else tensor
 
 
 def receiver_of(model: torch.nn.Module, make: Callable[[], Receiver]) -> Receiver:

@@ -3,27 +3,40 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron.weight_sync.engines.probe import Load, discover
-from megatron.weight_sync.errors import UnsupportedLayout, WeightSyncError, WrongBase
+from megatron.weight_sync.errors import UnsupportedLayout, WrongBase
+from megatron.weight_sync.fingerprints import fingerprint
 from megatron.weight_sync.payload import Payload, Record, read_bucket, read_manifest
 from megatron.weight_sync.receiver import Peers, Receiver
 from megatron.weight_sync.sender import Ack
+
+Live = Mapping[str, torch.Tensor]
 
 
 class EngineReceiver(Receiver):
     """Applies payloads to a model that stores checkpoint tensors fused and sharded.
 
-    At the first dense payload the engine's own loader is run on index patterns (:func:`discover`), then the
-    payload is applied like any other; so the first sync takes some passes of ``load`` more than the following
-    ones.
+    At the first dense payload the engine's own loader is run on index patterns (:func:`discover`), the
+    mapping is compared with what the engine makes of the payload by itself, and then the payload is applied
+    like any other; so the first sync takes some passes of ``load`` more than the following ones. The mapping
+    is found anew at a dense payload after the engine has replaced parameters, or after its weights were
+    changed by something else.
 
     Args:
-        live: the engine's parameters and persistent buffers on this rank.
-        load: the engine's own ``load_weights``: called with (checkpoint name, full tensor) pairs.
+        live: the engine's parameters and buffers on this rank, or a function that returns them as they are
+            now: then replaced parameters are noticed.
+        load: the engine's own ``load_weights``: called with (checkpoint name, full tensor) pairs, any subset
+            of the names at a time.
+        reload: takes all pairs of a checkpoint as the engine does for serving, with all that it does to
+            weights after loading, and leaves the live weights in the layout in which the next update finds
+            them. None where ``load`` is all there is.
+        recover: takes all pairs after a first payload that did not hold, so that the engine can serve them;
+            by default ``reload``, or else ``load``.
         peers: the engine's tensor-parallel ranks; None for one rank.
         after_write: called after values were written and before they are acknowledged, for what the engine
             derives from weights (absorbed projections, caches). If it raises, the update is taken back and it
@@ -32,22 +45,32 @@ class EngineReceiver(Receiver):
 
     def __init__(
         self,
-        live: Mapping[str, torch.Tensor],
+        live: Live | Callable[[], Live],
         load: Load,
         *,
+        reload: Load | None = None,
+        recover: Load | None = None,
         peers: Peers | None = None,
         after_write: Callable[[], None] | None = None,
         keep_undo: bool = True,
         batch_elements: int = 1 << 26,
     ):
         super().__init__({}, peers=peers, keep_undo=keep_undo)
-        self._live, self._load, self._batch_elements = dict(live), load, batch_elements
-        self._after_write = after_write
+        self._live = live if callable(live) else lambda: live
+        self._load, self._reload, self._recover = load, reload, recover or reload or load
+        self._batch_elements, self._after_write = batch_elements, after_write
+        self._places: dict[str, tuple] = {}
 
     @property
     def probed(self) -> bool:
         """Whether the mapping is known."""
         return bool(self.targets)
+
+    def status(self) -> Ack:
+        """As :meth:`Receiver.status`; replaced parameters count as changed weights."""
+        if self.probed and not self.poisoned and not self._in_place():
+            self.poisoned = True
+        return super().status()
 
     @torch.no_grad()
     def apply(self, payload: Payload | Iterable) -> Ack:
@@ -55,36 +78,81 @@ class EngineReceiver(Receiver):
 
         Raises:
             UnsupportedLayout: from the first dense payload, when a tensor's live form cannot be reached by
-                deltas. After this or any other error of the first payload, once it was read, the engine holds
-                the payload's weights, loaded by its own loader, and this receiver still has no version.
+                deltas. Quantised parameters are refused before anything is written. After any other error of
+                the first payload, once it was read, the engine holds the payload's weights, taken in its own
+                way, and this receiver still has no version.
         """
         if not isinstance(payload, Payload):
             payload = self._together(lambda: Payload.from_bytes(payload))
-        if self.probed:
+        if self.probed and not self.poisoned and not self._in_place():
+            self.poisoned = True
+        if self.probed and not self.poisoned:
             return super().apply(payload)
         records = self._together(lambda: self._read_all(payload))
-        table = {record.name: (record.shape, record.dtype) for record in records}
+        self.version = None  # from here on the live weights are no version
         try:
-            found = self._together(lambda: discover(table, self._live, self._load, self._batch_elements))
-            self._bind(found, _groups(found))
+            self._together(lambda: self._probe(records))
+            self._bind(self._found, _groups(self._found))
+            self._compare(records)
             return super().apply(payload)
-        except WeightSyncError:
-            # The live weights are patterns now; let the engine load the payload in its own way.
+        except Exception:
+            # The live weights are patterns now, or half-way.
             self._bind({}, None)
-            self._load((record.name, record.bits.view(record.dtype).view(record.shape)) for record in records)
+            self.poisoned = False
+            self._recover(_pairs(records))
             self._after_writing()
             raise
 
+    def _in_place(self) -> bool:
+        """Whether the live parameters are, on every rank, the storage that the mapping was found for."""
+        same = _places(self._live()) == self._places
+        return same if self.peers is None else self.peers.agree(same)
+
     def _read_all(self, payload: Payload) -> list[Record]:
         manifest = read_manifest(payload.manifest)
+        self._check_version(manifest)
         if not manifest.dense:
             first, last = manifest.base
             raise WrongBase(f"delta {first}-{last} → {manifest.version}: this receiver holds nothing yet")
+        refuse_quantised(self._live())
         return [record for data in payload.buckets for record in read_bucket(data, manifest)]
+
+    def _probe(self, records: list[Record]) -> None:
+        table = {record.name: (record.shape, record.dtype) for record in records}
+        live = self._live()
+        self._found = discover(table, live, self._load, self._batch_elements)
+        self._places = _places(live)
+
+    def _compare(self, records: list[Record]) -> None:
+        """Does the mapping still hold after all that the engine does to weights once they are loaded?"""
+        if self._reload is None:
+            return
+        self._check_tied({record.name: record for record in records})
+        self._together(lambda: self._reload(_pairs(records)))
+        if not self._in_place():
+            raise UnsupportedLayout("the engine replaces its parameters at every load: no delta reaches them")
+        wrong = self._wrong(fingerprint(_pairs(records)))
+        if wrong:
+            raise UnsupportedLayout(
+                f"the engine changes weights after loading them (repacked, reordered?): {wrong[:5]} "
+                f"({len(wrong)} in all)"
+            )
 
     def _after_writing(self) -> None:
         if self._after_write is not None:
             self._after_write()
+
+
+def _pairs(records: list[Record]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((record.name, record.bits.view(record.dtype).view(record.shape)) for record in records)
+
+
+def _places(live: Live) -> dict[str, tuple]:
+    return {
+        name: (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        for name, tensor in live.items()
+        if isinstance(tensor, torch.nn.Parameter)
+    }
 
 
 def _groups(found) -> list[tuple[str, ...]]:
@@ -98,15 +166,21 @@ def _groups(found) -> list[tuple[str, ...]]:
     return [tuple(names) for names in by_place.values()]
 
 
-def refuse_quantised(live: Mapping[str, torch.Tensor]) -> None:
-    """Raise for parameters in a storage format that no checkpoint delta can reach."""
+def refuse_quantised(live: Live) -> None:
+    """Raise for parameters in a storage format that no checkpoint delta can reach. Buffers may hold anything:
+    scales of a quantised KV cache, maps of experts."""
     odd = [
         f"{name} ({tensor.dtype})"
         for name, tensor in live.items()
-        if tensor.dtype in _QUANTISED or name.endswith(("_scale", "_scale_inv", ".qweight", ".qzeros"))
+        if isinstance(tensor, torch.nn.Parameter)
+        and (
+            not (tensor.is_floating_point() and tensor.element_size() > 1)
+            or name.endswith(_SCALES)
+            or is_traceable_wrapper_subclass(tensor.data)
+        )
     ]
     if odd:
         raise UnsupportedLayout(f"quantised weights are not supported yet: {odd[:5]} ({len(odd)} in all)")
 
 
-_QUANTISED = {torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
+_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "input_scale", ".scales")

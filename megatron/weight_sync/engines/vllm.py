@@ -14,12 +14,14 @@ Written against vLLM 0.33.
 from __future__ import annotations
 
 import base64
+import functools
+from collections.abc import Callable
 
 import torch
 
 from megatron.weight_sync.engines import calls
-from megatron.weight_sync.engines.receiver import EngineReceiver, refuse_quantised
-from megatron.weight_sync.errors import CorruptPayload
+from megatron.weight_sync.engines.receiver import EngineReceiver
+from megatron.weight_sync.errors import CorruptPayload, UnsupportedLayout
 from megatron.weight_sync.receiver import Peers
 from megatron.weight_sync.transport import cuda_ipc
 
@@ -57,36 +59,89 @@ def encode(named: calls.Named) -> dict:
     return {"named": pairs}
 
 
-def decode(update_info: dict) -> calls.Named:
-    """The inverse of :func:`encode`."""
-    out = []
+def decode(update_info: dict) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+    """The inverse of :func:`encode`; tensors are opened when their function is called.
+
+    Raises:
+        CorruptPayload: here, or from those functions.
+    """
     try:
-        for name, data in update_info["named"]:
-            if isinstance(data, dict):
-                out.append((str(name), cuda_ipc.open_shared(data)))
-            else:
-                raw = bytearray(base64.b64decode(data, validate=True))
-                out.append((str(name), torch.frombuffer(raw, dtype=torch.uint8)))
+        return [(str(name), functools.partial(_open, data)) for name, data in update_info["named"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptPayload(f"not a weight-sync update: {error}") from None
-    return out
 
 
-def serve(model: torch.nn.Module, update_info: dict, device=None):
-    """Do what the trainer asks on this worker; returns the answer."""
+def _open(data) -> torch.Tensor:
+    if isinstance(data, dict):
+        return cuda_ipc.open_shared(data)
+    try:
+        return torch.frombuffer(bytearray(base64.b64decode(data, validate=True)), dtype=torch.uint8)
+    except (TypeError, ValueError) as error:
+        raise CorruptPayload(f"not a weight-sync update: {error}") from None
+
+
+def serve(model: torch.nn.Module, update_info: dict, vllm_config=None, device=None):
+    """Do what the trainer asks on this worker; returns the answer.
+
+    Args:
+        vllm_config: the worker's; None only for a model that vLLM did not build.
+        device: where payloads go; None leaves them where they are.
+    """
     group, rank = _group()
-    named = [
-        (name, tensor.to(device) if device is not None else tensor) for name, tensor in decode(update_info)
-    ]
-    return calls.serve(named, rank, lambda: calls.receiver_of(model, lambda: make_receiver(model, group)))
+    named = decode(update_info)
+    if device is not None:
+        named = [(name, functools.partial(_open_on, device, get)) for name, get in named]
+    return calls.serve(
+        named, rank, lambda: calls.receiver_of(model, lambda: make_receiver(model, vllm_config, group))
+    )
 
 
-def make_receiver(model: torch.nn.Module, group=None) -> EngineReceiver:
-    """A receiver for a vLLM model on this rank; ``group``: a gloo group of the engine's ranks, None for
-    one."""
-    live = calls.live_tensors(model)
-    refuse_quantised(live)
-    return EngineReceiver(live, model.load_weights, peers=Peers(group) if group is not None else None)
+def _open_on(device, get: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return get().to(device)
+
+
+def make_receiver(model: torch.nn.Module, vllm_config=None, group=None) -> EngineReceiver:
+    """A receiver for a vLLM model on this rank.
+
+    Args:
+        vllm_config: the worker's; None only for a model that vLLM did not build.
+        group: a gloo group of the engine's ranks, None for one.
+    """
+    if vllm_config is not None and vllm_config.parallel_config.enable_eplb:
+        raise UnsupportedLayout("expert load balancing (enable_eplb) moves experts between updates")
+    return EngineReceiver(
+        lambda: calls.live_tensors(model),
+        model.load_weights,
+        reload=None if vllm_config is None else functools.partial(_reload, model, vllm_config),
+        peers=Peers(group) if group is not None else None,
+        after_write=None if vllm_config is None else functools.partial(_derive, model, vllm_config),
+    )
+
+
+def _reload(model: torch.nn.Module, vllm_config, weights) -> None:
+    """A whole checkpoint as vLLM takes it while running: layer by layer, processed, into the live storage."""
+    config = vllm_config.model_config
+    try:
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+    except ImportError:  # older releases: load, and process in place
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        model.load_weights(weights)
+        process_weights_after_loading(model, config, next(model.parameters()).device)
+        return
+    initialize_layerwise_reload(model)
+    model.load_weights(weights)
+    finalize_layerwise_reload(model, config)
+
+
+def _derive(model: torch.nn.Module, vllm_config) -> None:
+    """Latent attention keeps products of ``kv_b_proj`` that only vLLM's own processing renews."""
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading"):
+            module.process_weights_after_loading(vllm_config.model_config.dtype)
 
 
 def _group():
@@ -98,8 +153,12 @@ def _group():
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker by ``worker_extension_cls``; uses its ``model_runner`` and ``device``."""
+    """Mixed into vLLM's worker by ``worker_extension_cls``; uses its ``model_runner``, ``vllm_config`` and
+    ``device``."""
 
     def weight_sync_call(self, update_info: dict) -> str:
         """Returns the answer as text, too."""
-        return str(serve(self.model_runner.get_model(), update_info, self.device))
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            return str(serve(self.model_runner.get_model(), update_info, self.vllm_config, self.device))

@@ -39,7 +39,7 @@ class WeightSyncEngine(WeightTransferEngine):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises what the receiver refused, after it was posted as the answer; vLLM passes it to the
         caller."""
-        answer = adapter.serve(self.model, {"named": update_info.named}, self.device)
+        answer = adapter.serve(self.model, {"named": update_info.named}, self.vllm_config, self.device)
         if isinstance(answer, Exception):
             raise answer
 

@@ -1,7 +1,9 @@
 """Small stand-ins for inference engines: parameters fused and sharded, and a load_weights that fills them.
 
 They fuse as SGLang and vLLM do: q, k, v in one matrix; gate and up in one matrix; experts stacked; the
-vocabulary sharded and padded; KV heads copied when there are fewer than ranks; norms on every rank.
+vocabulary sharded and padded; KV heads copied when there are fewer than ranks; norms on every rank. As there,
+buffers hold scales of the KV cache and maps of experts, and some kernels want weights in another order than
+the one in which the loader writes them.
 """
 
 import torch
@@ -57,6 +59,8 @@ class Engine(nn.Module):
         transposed: experts are stored [in, out], as some kernels want them.
         broken: "scaled" norms hold 1 + w, "quantised" mlp weights are int8, "shuffled" o_proj columns are
             permuted without order.
+        processed: what ``process`` does to gate and up after loading: "swapped" puts up first, "interleaved"
+            takes one row of each in turn, in place; "replaced" puts new parameters in their place.
     """
 
     def __init__(
@@ -68,9 +72,11 @@ class Engine(nn.Module):
         head="own",
         transposed=False,
         broken=None,
+        processed=None,
         dtype=torch.bfloat16,
     ):
         super().__init__()
+        self.processed = processed
         self.rank, self.size, self.layers, self.moe, self.head_kind = rank, size, layers, moe, head
         self.transposed, self.broken = transposed, broken
         self.kv = max(1, KV // size)
@@ -107,10 +113,34 @@ class Engine(nn.Module):
         if head != "shared":
             add("head", self.vocab, HIDDEN)
         self.register_buffer("cos_cache", torch.arange(6.0))
-        self.derived = None
+        self.register_buffer("attn_k_scale", torch.ones(()))
+        self.register_buffer("expert_map", torch.arange(EXPERTS, dtype=torch.int32), persistent=False)
+        self.derived, self.reloads = None, 0
 
     def get(self, name):
         return self.get_parameter(name.replace(".", "/")).data
+
+    def _gate_up_order(self):
+        order = torch.arange(2 * self.inner)
+        if self.processed == "swapped":
+            return order.roll(self.inner)
+        return order.view(2, self.inner).t().reshape(-1) if self.processed == "interleaved" else order
+
+    def process(self):
+        """What the engine does to weights after loading them."""
+        self.reloads += 1
+        for i in range(self.layers if self.processed else 0):
+            new = self.get(f"{i}.gate_up")[self._gate_up_order()]
+            if self.processed == "replaced":
+                self.register_parameter(f"{i}/gate_up", nn.Parameter(new, False))
+            else:
+                self.get(f"{i}.gate_up").copy_(new)
+
+    def restore(self):
+        """The inverse of ``process``, in place."""
+        for i in range(self.layers if self.processed else 0):
+            weight = self.get(f"{i}.gate_up")
+            weight.copy_(weight[self._gate_up_order().argsort()])
 
     def post_load_weights(self):
         """Something the engine derives from weights, as absorbed projections are."""

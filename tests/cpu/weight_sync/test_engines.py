@@ -1,10 +1,18 @@
 """Engines that fuse and shard: the probed boxes are where the engine's own loader puts things, and deltas
 through them equal what it would load."""
 
+import contextlib
 import importlib.util
 import json
+import logging
+import pickle
+import pickletools
 import sys
+import tempfile
+import threading
 import types
+from base64 import b64decode
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +94,6 @@ def test_index_needs_several_digits():
     ("broken", "match"),
     [
         ("scaled", r"input_layernorm.weight: the ranks hold 0 of its 12 elements unchanged"),
-        ("quantised", r"mlp.(gate|up)_proj.weight: the ranks hold 0 of its 96 elements unchanged"),
         ("shuffled", r"o_proj.weight: its place in ./o is not made of boxes"),
     ],
 )
@@ -121,13 +128,160 @@ def test_a_loader_that_fails_is_named():
         discover({"w": ((3,), torch.float32)}, {"w": torch.zeros(3)}, load)
 
 
-def test_quantised_parameters_are_refused_before_anything_is_written():
-    live = {"a.weight": torch.zeros(3).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1)}
-    model = types.SimpleNamespace(
-        named_parameters=lambda: live.items(), named_buffers=lambda: [], load_weights=None, __dict__={}
-    )
-    with pytest.raises(ws.UnsupportedLayout, match="quantised weights are not supported yet"):
-        sglang.make_receiver(model)
+class Packed(torch.nn.Module):
+    """Parameters as quantising engines have them."""
+
+    def __init__(self, **parameters):
+        super().__init__()
+        for name, tensor in parameters.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        self.register_buffer("_k_scale", torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "match"),
+    [
+        ({"weight": torch.zeros(3).to(torch.float8_e4m3fn)}, r"weight \(torch.float8_e4m3fn\)"),
+        ({"qweight": torch.zeros(3, dtype=torch.int32)}, r"qweight \(torch.int32\)"),
+        ({"weight": torch.zeros(3, dtype=torch.uint8)}, r"weight \(torch.uint8\)"),
+        ({"w13_weight_scale_inv": torch.ones(1)}, r"w13_weight_scale_inv \(torch.float32\)"),
+    ],
+    ids=["fp8", "gptq", "fp4", "block scale"],
+)
+def test_quantised_parameters_are_refused_before_anything_is_written(parameters, match):
+    model = Packed(**parameters)
+    loaded = []
+    receiver = EngineReceiver(lambda: calls.live_tensors(model), loaded.append)
+    with pytest.raises(ws.UnsupportedLayout, match=rf"not supported yet: \['{match}"):
+        receiver.apply(dense(ws.Sender("m", lineage=1), {"weight": torch.ones(3)}))
+    assert not loaded and receiver.version is None
+
+
+# ---- what an engine does to weights after loading them -----------------------------------------------------
+
+
+def reload_of(engine, restore=False):
+    def reload(weights):
+        engine.load_weights(weights)
+        engine.process()
+        if restore:
+            engine.restore()
+
+    return reload
+
+
+def probed_receiver(engine, **options):
+    return EngineReceiver(lambda: calls.live_tensors(engine), engine.load_weights, **options)
+
+
+@pytest.mark.parametrize("processed", ["swapped", "interleaved"])
+def test_weights_reordered_after_loading_are_refused_by_name(processed):
+    tensors = models.checkpoint(10)
+    engine, loaded = models.Engine(processed=processed), models.Engine(processed=processed)
+    receiver = probed_receiver(engine, reload=reload_of(engine))
+    text = r"changes weights after loading them .*\['model.layers.0.mlp.gate_proj.weight', .* \(4 in all\)"
+    with pytest.raises(ws.UnsupportedLayout, match=text):
+        receiver.apply(dense(ws.Sender("m", lineage=1), tensors))
+    reload_of(loaded)(tensors.items())
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), loaded.parameters(), strict=True))
+    assert receiver.version is None and not receiver.probed
+
+
+def test_an_order_that_is_restored_before_every_update_is_followed():
+    """As in SGLang's update sessions: restored at their begin, and made again at their end."""
+    tensors, gen = models.checkpoint(10), torch.Generator().manual_seed(4)
+    engine, loaded = models.Engine(processed="interleaved"), models.Engine(processed="interleaved")
+    receiver = probed_receiver(engine, reload=reload_of(engine, restore=True), recover=engine.load_weights)
+    sender = ws.Sender("m", lineage=1)
+    sender.register("r")
+    for k in range(3):
+        payload = delta(sender, tensors, step(tensors, gen)) if k else dense(sender, tensors)
+        engine.restore()
+        assert sender.acknowledge("r", receiver.apply(payload))
+        engine.process()
+        reload_of(loaded)(tensors.items())
+        assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), loaded.parameters(), strict=True))
+
+
+def test_parameters_replaced_at_every_load_are_refused():
+    engine = models.Engine(processed="replaced")
+    with pytest.raises(ws.UnsupportedLayout, match="replaces its parameters at every load"):
+        probed_receiver(engine, reload=reload_of(engine)).apply(
+            dense(ws.Sender("m", lineage=1), models.checkpoint(10))
+        )
+
+
+def test_replaced_parameters_are_noticed_and_found_anew():
+    tensors, gen = models.checkpoint(11), torch.Generator().manual_seed(5)
+    engine, loaded = models.Engine(processed="replaced"), models.Engine()
+    receiver, sender = probed_receiver(engine), ws.Sender("m", lineage=1)
+    sender.register("r")
+    assert sender.acknowledge("r", receiver.apply(dense(sender, tensors)))
+    before = engine.get("0.gate_up")
+    engine.process()
+    with pytest.raises(ws.ReceiverPoisoned, match="no known version"):
+        receiver.apply(delta(sender, tensors, step(tensors, gen)))
+    assert receiver.status().poisoned
+    held = before.clone()
+    assert sender.acknowledge("r", receiver.apply(dense(sender, tensors)))
+    for _ in range(2):
+        loaded.load_weights(tensors.items())
+        assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), loaded.parameters(), strict=True))
+        assert sender.acknowledge("r", receiver.apply(delta(sender, tensors, step(tensors, gen))))
+    assert torch.equal(before, held)  # what is no parameter any more is left alone
+
+
+def test_status_notices_replaced_parameters():
+    engine, sender = models.Engine(processed="replaced"), ws.Sender("m", lineage=1)
+    receiver = probed_receiver(engine)
+    receiver.apply(dense(sender, models.checkpoint(11)))
+    assert receiver.status().version == 1
+    engine.process()
+    assert receiver.status().poisoned
+
+
+class Pair:
+    """Peers of two ranks that are threads of this process."""
+
+    def __init__(self):
+        self.values, self.barrier = [None, None], threading.Barrier(2, timeout=10)
+
+    def of(self, rank):
+        def share(value):
+            self.values[rank] = value
+            self.barrier.wait()
+            both = list(self.values)
+            self.barrier.wait()
+            return both
+
+        return types.SimpleNamespace(
+            agree=lambda good: all(share(good)),
+            add=lambda values, names: {
+                n: sum(part[n] for part in both) % (1 << 64) for both in [share(values)] for n in names
+            },
+        )
+
+
+def test_a_rank_that_cannot_open_the_payload_does_not_leave_the_other_waiting():
+    tensors, pair = models.checkpoint(12), Pair()
+    engines = [models.Engine(rank, 2) for rank in range(2)]
+    receivers = [probed_receiver(e, peers=pair.of(rank)) for rank, e in enumerate(engines)]
+    pieces = list(dense(ws.Sender("m", lineage=1), tensors).containers())
+
+    def no_such_gpu():
+        raise ws.CorruptPayload("no such GPU")
+
+    def serve(rank, broken, box):
+        text = json.dumps({"do": "apply", "key": f"{broken}", "mailbox": box}).encode()
+        named = [(calls.CALL, torch.frombuffer(bytearray(text), dtype=torch.uint8))]
+        opened = [lambda piece=piece: piece for piece in pieces]
+        named += [(calls.CONTAINER, no_such_gpu if broken and rank == 1 else get) for get in opened]
+        return calls.serve(named, rank, lambda: receivers[rank])
+
+    with tempfile.TemporaryDirectory() as box, ThreadPoolExecutor(2) as pool:
+        answers = [list(pool.map(serve, range(2), [broken] * 2, [box] * 2)) for broken in (True, False)]
+    assert isinstance(answers[0][0], ws.PeerFailed) and str(answers[0][1]) == "no such GPU"
+    assert answers[1][0] == answers[1][1] and answers[1][0].version == 1
 
 
 # ---- fitting -----------------------------------------------------------------------------------------------
@@ -291,15 +445,40 @@ def mailbox(request, tmp_path):
     return "tcp://127.0.0.1:0" if request.param == "tcp" else str(tmp_path / "answers")
 
 
-def fake_group(monkeypatch, package):
-    """The engine's parallel_state, as far as the adapters read it."""
-    group = types.SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
-    name = f"{package}.parallel_state"
-    module = types.ModuleType(name)
-    module.get_world_group = lambda: group
-    for k in range(1, len(name.split(".")) + 1):
-        part = ".".join(name.split(".")[:k])
-        monkeypatch.setitem(sys.modules, part, module if part == name else types.ModuleType(part))
+def put_modules(monkeypatch, **modules):
+    """Stand-ins in sys.modules; ``__`` in a name is a dot."""
+    for name, content in modules.items():
+        name = name.replace("__", ".")
+        for k in range(1, len(name.split(".")) + 1):
+            part = ".".join(name.split(".")[:k])
+            if part == name or part not in sys.modules:
+                monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+        vars(sys.modules[name]).update(content)
+
+
+ONE_RANK = types.SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
+
+
+def fake_sglang(monkeypatch, eplb=False):
+    """SGLang, as far as the adapter reads it."""
+    moe = types.SimpleNamespace(enable_eplb=eplb)
+    loader = types.SimpleNamespace(
+        postprocess_weights=lambda model, device: model.process(),
+        restore_weights_before_loading=lambda model, device: model.restore(),
+    )
+    put_modules(
+        monkeypatch,
+        sglang__srt__distributed__parallel_state={"get_world_group": lambda: ONE_RANK},
+        sglang__srt__runtime_context={"get_exec": lambda: types.SimpleNamespace(moe=moe)},
+        sglang__srt__model_loader__loader={"DefaultModelLoader": loader},
+    )
+
+
+def vllm_config(eplb=False):
+    return types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(enable_eplb=eplb),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
+    )
 
 
 def sync_through(transport, engine, tensors):
@@ -321,8 +500,9 @@ def sync_through(transport, engine, tensors):
         if k:
             old.update(step(tensors, gen))
         assert ws.synchronise(sender, transport, fill).clear_bits
-    loaded = type(engine)(head=engine.head_kind)
+    loaded = type(engine)(head=engine.head_kind, processed=engine.processed)
     loaded.load_weights(tensors.items())
+    loaded.process()
     assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), loaded.parameters(), strict=True))
     (status,) = transport.statuses(["engine"]).values()
     assert status.version == 3
@@ -332,30 +512,72 @@ def sync_through(transport, engine, tensors):
     return transport.deliver(payload, ["engine"])["engine"]
 
 
-def test_sglang_custom_loader(monkeypatch, mailbox):
-    """As SGLang does it: the function is looked up by its path and called with the model and named
-    tensors."""
-    fake_group(monkeypatch, "sglang.srt.distributed")
-    engine = models.Engine(head="shared")
+PLAIN = {"_codecs", "collections", "torch", "torch._utils", "torch.storage"}  # what SGLang's unpickler allows
+
+
+def globals_of(data):
+    """Modules of the globals in a pickle."""
+    return {argument.split(" ")[0] for code, argument, _ in pickletools.genops(data) if code.name == "GLOBAL"}
+
+
+def test_sglang_custom_loader(monkeypatch, mailbox, caplog):
+    """As SGLang does it: between begin and end of an update the weights are in the order in which the loader
+    writes them; the function is looked up by its path, called with the model and named tensors, and called
+    again for a draft model."""
+    fake_sglang(monkeypatch)
+    monkeypatch.setattr(sglang, "_last", (None, None))
+    engine, draft = models.Engine(head="shared", processed="interleaved"), models.Engine()
+    engine.process()
+    before = [p.clone() for p in draft.parameters()]
     path = "megatron.weight_sync.engines.sglang.load"
 
     def send(receiver_id, named):
+        first, second = (b64decode(text) for text in sglang.encode(named, 2))
+        assert first == second
+        assert globals_of(first) <= PLAIN
         module, _, name = path.rpartition(".")
         loader = getattr(importlib.import_module(module), name)
-        assert loader(engine, [(n, t.clone()) for n, t in named]) is None
+        engine.restore()
+        for model in (engine, draft):
+            assert loader(model, pickle.loads(second)) is None
+        engine.process()
 
     transport = calls.EngineTransport(send, {"engine": 1}, mailbox, timeout=5.0)
-    answer = sync_through(transport, engine, models.checkpoint(9, tied=True))
+    with caplog.at_level(logging.WARNING):
+        answer = sync_through(transport, engine, models.checkpoint(9, tied=True))
     assert isinstance(answer, ws.CorruptPayload) and "data checksum" in str(answer)
     assert engine.derived is not None
+    assert "Engine, a draft model, keeps its weights" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(before, draft.parameters(), strict=True))
+
+
+def test_sglang_tensors_are_pickled_plainly_with_megatron_core_there():
+    """Megatron-Core puts a function of its own in place of torch's for storages."""
+    import megatron.core  # noqa: F401
+
+    assert torch.storage._load_from_bytes.__module__ != "torch.storage"
+    named = [("a", torch.arange(7, dtype=torch.uint8)[2:]), ("b", torch.zeros(0, dtype=torch.uint8))]
+    (data,) = sglang.encode(named, 1)
+    assert "torch.storage" in globals_of(b64decode(data)) <= PLAIN
+    (a, b) = pickle.loads(b64decode(data))
+    assert a[0] == "a" and a[1].tolist() == [2, 3, 4, 5, 6] and b[1].numel() == 0
+
+
+def test_engines_that_move_experts_are_refused(monkeypatch):
+    fake_sglang(monkeypatch, eplb=True)
+    with pytest.raises(ws.UnsupportedLayout, match="--enable-eplb"):
+        sglang.make_receiver(models.Engine())
+    with pytest.raises(ws.UnsupportedLayout, match="enable_eplb"):
+        vllm.make_receiver(models.Engine(), vllm_config(eplb=True))
 
 
 def test_vllm_worker_extension(monkeypatch, mailbox):
-    fake_group(monkeypatch, "vllm.distributed")
+    fake_vllm(monkeypatch)
     engine = models.Engine(head="copy")
 
     class Worker(vllm.WorkerExtension):
         device = torch.device("cpu")
+        vllm_config = vllm_config()
         model_runner = types.SimpleNamespace(get_model=lambda: engine)
 
     worker = Worker()
@@ -367,16 +589,67 @@ def test_vllm_worker_extension(monkeypatch, mailbox):
     transport = calls.EngineTransport(send, {"engine": 1}, mailbox, timeout=5.0)
     answer = sync_through(transport, engine, models.checkpoint(9, tied=True))
     assert isinstance(answer, ws.CorruptPayload)
+    assert engine.reloads == 1
+
+
+def test_vllm_weights_reordered_after_loading_are_refused(monkeypatch):
+    """As for the FlashInfer kernels for experts, which want up before gate; also where vLLM has no reload."""
+    tensors = models.checkpoint(9)
+    fake_vllm(monkeypatch)
+    for old in (False, True):
+        if old:
+            monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", None)
+        engine, loaded = models.Engine(processed="swapped"), models.Engine(processed="swapped")
+        reload_of(loaded)(tensors.items())
+        with pytest.raises(ws.UnsupportedLayout, match=r"0\.mlp\.gate_proj\.weight.*\(4 in all\)"):
+            vllm.make_receiver(engine, vllm_config()).apply(dense(ws.Sender("m", lineage=1), tensors))
+        assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), loaded.parameters(), strict=True))
+
+
+def test_vllm_latent_attention_is_derived_again():
+    class Latent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kv_b_proj = torch.nn.Linear(3, 4, bias=False, dtype=torch.bfloat16)
+            self.absorbed = None
+
+        def process_weights_after_loading(self, dtype):
+            self.absorbed = self.kv_b_proj.weight.data.t().to(dtype).clone()
+
+    model = Latent()
+    live = model.kv_b_proj.weight.data
+    model.load_weights = lambda pairs: [live.copy_(tensor) for _, tensor in pairs]
+    receiver = vllm.make_receiver(model, vllm_config())
+    receiver._reload = None
+    sender, tensors = ws.Sender("m", lineage=1), {"kv_b_proj.weight": torch.randn(4, 3).bfloat16()}
+    sender.register("r")
+    assert sender.acknowledge("r", receiver.apply(dense(sender, tensors)))
+    old = {n: t.clone() for n, t in tensors.items()}
+    tensors["kv_b_proj.weight"][2, 1] += 1
+    receiver.apply(delta(sender, tensors, old))
+    assert torch.equal(model.absorbed, tensors["kv_b_proj.weight"].t())
 
 
 def fake_vllm(monkeypatch):
     """A stand-in for vLLM's factory and base class, with its four phases and its way of calling them."""
-    fake_group(monkeypatch, "vllm.distributed")
+    reload = {
+        "initialize_layerwise_reload": lambda model: None,
+        "finalize_layerwise_reload": lambda model, config: model.process(),
+    }
+    put_modules(
+        monkeypatch,
+        vllm__distributed__parallel_state={"get_world_group": lambda: ONE_RANK},
+        vllm__config={"set_current_vllm_config": contextlib.nullcontext},
+        vllm__model_executor__model_loader__reload=reload,
+        vllm__model_executor__model_loader__utils={
+            "process_weights_after_loading": lambda model, config, device: model.process()
+        },
+    )
     base = types.ModuleType("vllm.distributed.weight_transfer.base")
 
     class Engine:
         def __init__(self, config, vllm_config, device, model):
-            self.config, self.device, self.model = config, device, model
+            self.config, self.vllm_config, self.device, self.model = config, vllm_config, device, model
 
         def update_weights(self, update_info):
             self.receive_weights(self.update_info_cls(**update_info))
@@ -412,7 +685,7 @@ def test_vllm_backend(monkeypatch, mailbox):
     vllm.register(), vllm.register()
     model = models.Engine()
     config = types.SimpleNamespace(backend="megatron_weight_sync")
-    backend = factory.create_engine(config, None, torch.device("cpu"), model)
+    backend = factory.create_engine(config, vllm_config(), torch.device("cpu"), model)
     backend.init_transfer_engine(backend.init_info_cls())
 
     def send(receiver_id, named):
@@ -455,9 +728,9 @@ def test_not_a_call():
             calls.serve([(calls.CALL, torch.frombuffer(bytearray(text), dtype=torch.uint8))], 0, None)
     for wrong in ({"named": [["x", "%"]]}, {"named": [["x", 5]]}, {}, {"named": 3}):
         with pytest.raises(ws.CorruptPayload, match="not a weight-sync update"):
-            vllm.decode(wrong)
+            [get() for _, get in vllm.decode(wrong)]
     with pytest.raises(ws.CorruptPayload, match="not a CUDA IPC handle"):
-        vllm.decode({"named": [["x", {"gpu": "GPU-0"}]]})
+        [get() for _, get in vllm.decode({"named": [["x", {"gpu": "GPU-0"}]]})]
     with pytest.raises(ValueError, match="a mailbox is"):
         Mailbox("tcp://nowhere")
 
