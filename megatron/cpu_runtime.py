@@ -210,6 +210,7 @@ def _redirect_collectives() -> None:
 
 def _redirect_megatron() -> None:
     import megatron.core.tensor_parallel.random as tp_random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -224,6 +225,8 @@ def _redirect_megatron() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     _set(token_dispatcher, "maybe_move_tensor_to_cpu", splits_to_numpy)
+    # Upstream's router takes it, where Transformer Engine is installed, on any device.
+    _set(moe_utils, "te_general_gemm", None)
 
     # The torch norm refuses sequence parallelism only because nobody marks its weights; mark them, so that
     # finalize_model_grads reduces their gradients over the tensor-parallel group as for the fused norms.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -135,16 +136,20 @@ def build(hf: SimpleNamespace, *, mtp: int = 0, te: bool = False, **overrides) -
         fields["transformer_impl"] = "transformer_engine"
         fields["moe_grouped_gemm"] = "num_moe_experts" in fields
     fields |= overrides
-    with _transformer_engine_on_cpu() if te and not torch.cuda.is_available() else contextlib.nullcontext():
+    with _permitted() if te else contextlib.nullcontext():
         chunks = _build(hf, fields, mtp, te)
     poison(chunks)
     return chunks
 
 
+# Without these, single grouped parameters are refused by Megatron and ignored by Transformer Engine.
+SWITCHES = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
+
+
 @contextlib.contextmanager
-def _transformer_engine_on_cpu():
-    """Its modules refuse to be made where there is no GPU, although they hold nothing but parameters yet."""
-    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+def _permitted():
+    """Transformer Engine's modules may be made without a GPU too: they hold nothing but parameters yet."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: True), mock.patch.dict(os.environ, SWITCHES):
         yield
 
 

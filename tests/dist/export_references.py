@@ -34,7 +34,6 @@ GROUPED = dict(
 CASES = {
     "qwen3": ("qwen3", dict(head_dim=10)),
     "qwen3-tied": ("qwen3", dict(head_dim=10, tie_word_embeddings=True)),
-    "qwen3-6-layers": ("qwen3", dict(head_dim=10, num_hidden_layers=6)),
     "qwen3-8-heads": ("qwen3", dict(head_dim=6, num_attention_heads=8, hidden_size=32)),
     "llama": ("llama", dict(head_dim=10)),
     "qwen2": ("qwen2", {}),
@@ -81,7 +80,11 @@ def reference(case: str):
     ``save_pretrained`` writes them, under the names of published checkpoints."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, fields = CASES[case]
+    model_type, fields = CASES[case.removesuffix("-6-layers")]
+    if case.endswith("-6-layers"):
+        fields = fields | dict(num_hidden_layers=6)
+        if "layer_types" in fields:
+            fields["layer_types"] = fields["layer_types"] + fields["layer_types"][:1]
     rope = {"rope_type": "default", "rope_theta": THETA}
     if model_type == "glm4_moe":
         rope["partial_rotary_factor"] = 0.5

@@ -1,13 +1,26 @@
-"""Every family: Hugging Face weights load into shards, compute the same logits, and export bit for bit."""
+"""Every family: Hugging Face weights load into shards, compute the same logits, and export bit for bit.
 
+TEST_FULL=1 runs every family in every layout that it has, with local layers and, where it is installed, with
+those of Transformer Engine (which without a GPU are loaded and exported, but not run). With RECORD=1 besides,
+such a run writes its outcomes to param_export_layouts.md:
+
+    TEST_FULL=1 RECORD=1 python -m pytest tests/dist/test_param_export_families.py
+"""
+
+import importlib.util
+import os
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.dist import export_layout_record
 from tests.dist.export_references import reference
 from tests.dist.world import parallel
 
+FULL = os.environ.get("TEST_FULL") == "1"
+HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 LAYOUTS = {
     "tp1": (1, {}, {}),
     "tp2": (2, dict(tp=2), {}),
@@ -20,6 +33,7 @@ LAYOUTS = {
     "tp2-ep2": (4, dict(tp=2, ep=2, etp=1), {}),
     "ep2-etp2": (4, dict(tp=2, ep=2, etp=2), {}),
     "tp2-pp2": (4, dict(tp=2, pp=2), {}),
+    "tp2-pp2-etp1": (4, dict(tp=2, pp=2, etp=1), {}),
     "ep2-pp2": (4, dict(ep=2, pp=2), {}),
     "custom": (2, dict(pp=2), dict(pipeline_model_parallel_layout="Et|ttttL")),
     "custom-vpp2": (2, dict(pp=2, vpp=2), dict(pipeline_model_parallel_layout="E|tt|ttt|L")),
@@ -44,7 +58,78 @@ CASES = {
 }
 
 
-def round_trip(groups, model, fields, path, tokens):
+# The full product. Of the layouts that are not listed in CASES, "pp2-vpp2" is uneven, with six layers.
+FAMILIES = {
+    "llama": "",
+    "qwen2": "",
+    "qwen3": "",
+    "qwen3-tied": "",
+    "qwen3_moe": "experts",
+    "mixtral": "experts",
+    "deepseek_v3": "experts mtp",
+    "glm4_moe": "experts mtp",
+    "gpt_oss": "experts",
+}
+EVERY_LAYOUT = {  # and what a family must have for it
+    "tp2": "",
+    "pp2": "",
+    "tp2-pp2": "",
+    "pp2-vpp2": "",
+    "custom": "",
+    "custom-vpp2": "",
+    "ep2": "experts",
+    "tp2-ep2": "experts",
+    "tp2-etp1": "experts",
+    "tp2-pp2-etp1": "experts",
+    "ep2-etp2": "experts",
+    "mtp-alone": "mtp",
+}
+REFUSED = {  # by upstream, when the model is built
+    ("gpt_oss", layout): "Bias in Moe is only supported when ETP==1"
+    for layout in ("tp2", "tp2-pp2", "ep2-etp2")
+}
+
+
+def chosen():
+    """(case, layout, layers), each once."""
+    found = [(case, layout, "local") for case in CASES for layout in CASES[case]]
+    if FULL:
+        found += product()
+    return list(dict.fromkeys(found))
+
+
+def product():
+    return [
+        (case, layout, layers)
+        for layers in ("local", "te")[: 1 + HAVE_TE]
+        for case, has in FAMILIES.items()
+        for layout, needs in EVERY_LAYOUT.items()
+        if needs in has
+    ]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """(case, layout, layers) -> "passed" or "refused"; recorded at the end."""
+    found = {}
+    yield found
+    if FULL and os.environ.get("RECORD") == "1":
+        export_layout_record.write(product(), found, list(EVERY_LAYOUT), HAVE_TE)
+
+
+def refusal(groups, model, fields, te):
+    """What upstream says when it refuses to build such a model."""
+    from tests.dist import export_models
+
+    with parallel(**groups):
+        try:
+            export_models.build(SimpleNamespace(**fields), te=te, **model)
+        except (AssertionError, ValueError) as error:
+            return str(error)
+    return None
+
+
+def round_trip(groups, model, fields, path, tokens, te):
     from safetensors.torch import load_file
 
     from megatron.core.param_export import build_plan, export, load
@@ -53,7 +138,7 @@ def round_trip(groups, model, fields, path, tokens):
     state = load_file(path)
     hf = SimpleNamespace(**fields)
     with parallel(**groups):
-        chunks = export_models.build(hf, **model)
+        chunks = export_models.build(hf, te=te, **model)
         plan = build_plan(chunks, hf).prove()
         for k, (name, shape) in enumerate(plan.expected.items()):
             if name not in state:  # the Hugging Face model has no MTP layers
@@ -72,20 +157,32 @@ def round_trip(groups, model, fields, path, tokens):
         for chunk in chunks:
             for layer in chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else ():
                 assert torch.equal(layer.eh_proj.weight, state["model.layers.5.eh_proj.weight"])
-                norm = layer.mtp_model_layer.input_layernorm.weight
+                inner = layer.mtp_model_layer
+                norm = getattr(inner.input_layernorm, "weight", None)
+                if norm is None:  # fused into the layer behind it
+                    norm = inner.self_attention.linear_qkv.layer_norm_weight
                 assert torch.equal(norm, state["model.layers.5.input_layernorm.weight"])
-        return names, export_models.logits(chunks, tokens), plan.digest
+        return names, None if te else export_models.logits(chunks, tokens), plan.digest
 
 
-@pytest.mark.parametrize("case, layout", [(c, layout) for c in CASES for layout in CASES[c]])
-def test_round_trip_and_logits(world, case, layout):
+@pytest.mark.parametrize("case, layout, layers", chosen())
+def test_round_trip_and_logits(world, outcomes, case, layout, layers):
     size, groups, model = LAYOUTS[layout]
-    fields, path, tokens, want = reference(case)
-    results = world(size, round_trip, groups, model, fields, path, tokens)
+    six = layout == "pp2-vpp2" and not case.endswith("-6-layers")
+    fields, path, tokens, want = reference(f"{case}-6-layers" if six else case)
+    te = layers == "te"
+    outcomes[case, layout, layers] = "FAILED"  # until the end
+    if (case, layout) in REFUSED:
+        for message in world(size, refusal, groups, model, fields, te):
+            assert re.search(REFUSED[case, layout], message), message
+        outcomes[case, layout, layers] = "refused"
+        return
+    results = world(size, round_trip, groups, model, fields, path, tokens, te)
     computed = 0
     for names, logits, digest in results:
         assert (names, digest) == (results[0][0], results[0][2])
         if logits is not None:
             computed += 1
             torch.testing.assert_close(logits[..., : fields["vocab_size"]], want, rtol=3e-5, atol=3e-5)
-    assert computed == size // groups.get("pp", 1)
+    assert computed == (0 if te else size // groups.get("pp", 1))
+    outcomes[case, layout, layers] = "passed"

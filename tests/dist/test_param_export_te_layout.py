@@ -1,5 +1,9 @@
-"""Layers as Transformer Engine lays them out: fused norms, grouped experts, duplicated projections."""
+"""Layers as Transformer Engine lays them out: fused norms, grouped experts, duplicated projections. With
+stand-ins everywhere; with its own layers where it is installed, those that test_param_export_families.py has
+not.
+"""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -76,3 +80,44 @@ def test_what_lies_in_a_grouped_parameter(world, single, interleave):
                 tensors[f"weight{2 * rank}-{2 * rank + 1}"][i] if single else tensors[f"weight{2 * rank + i}"]
             )
             assert torch.equal(local, want)
+
+
+SINGLE = dict(moe_single_grouped_weight=True, use_transformer_engine_op_fuser=True)
+
+
+def real_round_trip(groups, fields, path, model):
+    from safetensors.torch import load_file
+
+    from megatron.core.param_export import build_plan, export, export_changed, load
+    from tests.dist import export_models
+
+    state, hf = load_file(path), SimpleNamespace(**fields)
+    with parallel(**groups):
+        plan = build_plan(export_models.build(hf, te=True, **model), hf).prove()
+        load(plan, state)
+        for name, tensor in export(plan, bucket_bytes=30_000):
+            assert torch.equal(tensor, state[name]), name
+        whole = []
+        for entry in plan.entries:
+            flat = entry.tensor.detach().view(-1)
+            whole.append((entry.tensor, torch.arange(len(flat)), flat))
+        for name, index, value in export_changed(plan, whole):
+            assert torch.equal(value, state[name].view(-1)[index]) and len(index) == state[name].numel(), name
+        return {entry.name.removeprefix("decoder.layers.2."): type(entry.tensor) for entry in plan.entries}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@pytest.mark.parametrize(
+    "case, groups, model, part",
+    [
+        ("qwen3_moe", "ep2", SINGLE, "mlp.experts.linear_fc1.weight"),
+        ("qwen3_moe", "ep2", SINGLE | dict(moe_mlp_glu_interleave_size=5), "mlp.experts.linear_fc2.weight"),
+        ("gpt_oss", "ep2", SINGLE | dict(moe_single_grouped_bias=True), "mlp.experts.linear_fc1.bias"),
+        ("deepseek_v3", "tp2", dict(mla_down_proj_fusion=True), "self_attention.linear_qkv_down_proj.weight"),
+    ],
+)
+def test_round_trip_of_real_layers(world, case, groups, model, part):
+    size, groups = GROUPS[groups]
+    fields, path, _, _ = reference(case)
+    for types in world(size, real_round_trip, groups, fields, path, model):
+        assert types[part].__name__ == ("GroupedTensor" if "experts" in part else "Parameter")

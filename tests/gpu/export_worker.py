@@ -31,7 +31,10 @@ def run(fields, path, groups, te):
     with parallel(**groups):
         # the local norms refuse sequence parallelism, which changes no parameter
         more = dict(sequence_parallel=False) if te is None else dict(te=True, **te)
-        chunks = [chunk.cuda() for chunk in build(hf, **more)]
+        chunks = build(hf, **more)
+        for tensor in (t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())):
+            if not tensor.is_cuda:  # norms and routers are made on the host
+                tensor.data = tensor.data.cuda()
         classes = sorted({type(module).__name__ for chunk in chunks for module in chunk.modules()})
         plan = build_plan(chunks, hf).prove()
         load(plan, state)

@@ -31,6 +31,7 @@ TE = [  # every family; what the layers do not have in common: fused norms, bias
     ("qwen3-tied", dict(pp=2), {}),
     ("qwen3_moe", dict(ep=2), {}),
     ("qwen3_moe", dict(tp=2, etp=2), {}),
+    ("qwen3_moe", dict(ep=2), dict(moe_single_grouped_weight=True, use_transformer_engine_op_fuser=True)),
     ("mixtral", dict(ep=2), {}),
     ("deepseek_v3", dict(tp=2), {}),
     ("deepseek_v3", dict(ep=2), dict(mla_down_proj_fusion=True)),

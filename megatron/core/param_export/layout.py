@@ -91,10 +91,16 @@ def read_chunk(chunk: torch.nn.Module) -> Chunk:
     for name, tensor in named_tensors(model):
         if name not in known:
             out.problems.append(f"{name}: no rule for this tensor ({type(_owner(model, name)).__name__})")
-        elif type(tensor.data) is not torch.Tensor:
+        elif not _is_plain(tensor.data):
             out.problems.append(f"{name}: storage of type {type(tensor.data).__name__} is not supported")
     out.tensors = reader.found
     return out
+
+
+def _is_plain(data: torch.Tensor) -> bool:
+    """Whether ``view(-1)`` gives the elements. Transformer Engine's grouped parameter does, unquantised."""
+    grouped = type(data).__name__ == "GroupedTensor" and data.quantizer is None
+    return grouped or type(data) is torch.Tensor
 
 
 def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -473,7 +479,7 @@ class _Reader:
                 replicated = sharding == "row" and kind == "bias"
                 single = getattr(module, kind, None)
                 if single is not None and single.dim() == (3 if kind == "weight" else 2):
-                    numel = single[0].numel()
+                    numel = single.numel() // len(where)
                     parts = [
                         replace(p, local_offset=p.local_offset + i * numel)
                         for i, at in enumerate(where)
