@@ -149,10 +149,11 @@ class Tree:
         partial = float((some & ~every).sum() / some.sum())
         rows.add(self.case, "partial share of visited blocks", partial, "")
 
-    def backend(self, name):
+    def backend(self, name, **changes):
         q, k, v = self.tensors
+        metadata = dataclasses.replace(self.metadata, **changes)
         return Contestant(
-            lambda: tree_attention(q, k, v, self.metadata, backend=name), self.tensors, self.upstream, 1.0
+            lambda: tree_attention(q, k, v, metadata, backend=name), self.tensors, self.upstream, 1.0
         )
 
     def contestants(self, have_flash):
@@ -170,6 +171,8 @@ class Tree:
         if have_flash:
             found[LINEAR] = linear(self.nodes, self.options, self.pairs)
             found["flash"] = self.backend("flash")
+            if self.metadata.roots_only:
+                found["flash as a tree"] = self.backend("flash", roots_only=False)
         if not self.options.no_flex:
             found["flex"] = self.backend("flex")
         return found
@@ -200,7 +203,7 @@ class Tree:
 
 
 FA4, LINEAR = "FA4 causal", "linear layout, FA4 varlen"
-OURS = ("flash", "flex")
+OURS = ("flash", "flash as a tree", "flex")
 
 
 def in_turns(contestants, backward, case):

@@ -51,10 +51,14 @@ def milliseconds(run, repeats=10, warmup=3, prepare=lambda: None):
     return statistics.median(begin.elapsed_time(end) for begin, end in marks)
 
 
-def in_turns(runs, rounds=5, repeats=4):
-    """{name: median milliseconds} of several calls that take turns, so that a clock that falls as the device
-    warms up is the same for all of them."""
+def in_turns(runs, rounds=4, repeats=8):
+    """{name: median milliseconds} of several calls that take turns, so that the clock of a device under load,
+    which falls as it warms up, is the same for all of them. All run for half a second before that."""
     times = {name: [] for name in runs}
+    begin = time.perf_counter()
+    while torch.cuda.is_available() and time.perf_counter() - begin < 0.5:
+        for run in runs.values():
+            milliseconds(run, 4, warmup=0)
     for _ in range(rounds):
         for name, run in runs.items():
             times[name].append(milliseconds(run, repeats, warmup=1))

@@ -139,6 +139,7 @@ def test_unpack_sums_gradients_and_keeps_rows():
 def test_plain_varlen_parameters():
     sequences = [[*PROMPT, 7, 8], [*PROMPT, 9], [5]]
     linear = made(sequences, pad_to_multiple_of=8, share_prefixes=False)
+    assert linear.tree_metadata.validate().roots_only
     params = linear.varlen_packed_seq_params()
     assert params.tree_metadata is None and params.cu_seqlens_q.tolist() == [0, 6, 11, 12, 16]
     assert params.max_seqlen_q == params.max_seqlen_kv == 6 and params.cu_seqlens_kv is params.cu_seqlens_q

@@ -73,6 +73,7 @@ def test_field_order_is_the_contract():
         "precomputed",
         "max_position",
         "router_statistics",  # by keyword only
+        "roots_only",  # by keyword only
     ]
     assert not any(f.kw_only for f in dataclasses.fields(TreeMetadata)[:7])
 
@@ -87,6 +88,14 @@ def test_subtree_end_and_positions_against_walks(seed):
         assert [key for key in range(len(paths)) if key <= query < end[key]] == path
     assert [ids[q] for q in range(sum(lengths))] == [len(paths[q]) - 1 for q in range(sum(lengths))]
     assert made.max_position == max(ids)
+
+
+def test_roots_only_is_known_on_the_host_and_goes_along():
+    roots, tree = (TreeMetadata.from_nodes(parents, [3, 4], padded_to=8) for parents in ([-1, -1], [-1, 0]))
+    assert not tree.roots_only and not tree.to("meta").roots_only
+    for same in (roots, roots.to("meta"), copy.deepcopy(roots), pickle.loads(pickle.dumps(roots))):
+        assert same.roots_only is True
+    assert not dataclasses.replace(roots, roots_only=False).validate().roots_only
 
 
 def test_a_chain_and_a_wide_tree_end_where_they_should():
@@ -207,6 +216,7 @@ REFUSED = {
         dict(tree_position_ids=torch.tensor([0, 1, 2, 3, 4, 5, 5, 6, 3, 4, 0, 1, 6, 7, 8, 9])),
         r"tree_position_ids: expected 0..6 for padding \(0 when built by from_nodes\), got \[6, 7, 8, 9\]",
     ),
+    "not only roots": (dict(roots_only=True), r"roots_only: expected False, for not every node_parent is -1"),
     "router weights": (
         dict(router_statistics=RouterStatistics(torch.ones(12), 1.0, 12.0)),
         r"router_statistics.weights_T: expected 16 entries \(padded_size\) on cpu, got 12 on cpu",

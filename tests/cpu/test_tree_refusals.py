@@ -62,6 +62,10 @@ CONFIGURATION = {
         dict(log_max_attention_logit=True),
         r"log_max_attention_logit=True: set log_max_attention_logit=False",
     ),
+    "fused MLA rope": (
+        dict(multi_latent_attention=True, apply_rope_fusion=True, num_attention_heads=6),
+        r"upstream's fused rope of MLA and 6 heads on a rank: set apply_rope_fusion=False",
+    ),
     "batch invariance": (dict(batch_invariant_mode=True), r"batch_invariant_mode=True: set batch_inv"),
 }
 

@@ -6,6 +6,7 @@ nearly all of the time, about 15 s per head configuration for flex and 8 s for f
 few and shared; `-k flex` and `-k "not flex"` can run side by side.
 """
 
+import dataclasses
 import itertools
 
 import pytest
@@ -89,10 +90,13 @@ def noise(tensors, upstream):
 BASE = dict(heads=8, kv_heads=2, qk=128, v=128, dtype=torch.bfloat16)
 
 
-def check(tree, backend, *, heads, kv_heads, qk, v, dtype, padded_to=1, **options):
+def check(tree, backend, *, heads, kv_heads, qk, v, dtype, padded_to=1, lists=False, **options):
+    """``lists``: as a tree also where there are only roots, which flash takes as plain sequences."""
     from megatron.core.transformer.tree_metadata import TreeMetadata
 
     metadata = TreeMetadata.from_nodes(*tree, padded_to=padded_to, device="cuda")
+    if lists:
+        metadata = dataclasses.replace(metadata, roots_only=False)
     tensors, upstream = inputs(metadata.padded_size, heads, kv_heads, qk, v, dtype)
     real = sum(tree[1])
     upstream[real:] = 0
@@ -144,6 +148,12 @@ def test_trees(tree, backend):
     check(TREES[tree], backend, padded_to=128 if tree == "forest" else 1, **BASE)
 
 
+@pytest.mark.parametrize("backend", backends()[1:])
+@pytest.mark.parametrize("tree", ["chain", "one token", "many roots"])
+def test_roots_as_trees(tree, backend):
+    check(TREES[tree], backend, padded_to=128, lists=True, **BASE)
+
+
 HEADS = [
     (64, 64, 6, 6, torch.float16),
     (96, 96, 4, 1, torch.bfloat16),
@@ -178,6 +188,8 @@ def test_window_and_sink(option, backend):
     if option != "window":
         options["sink"] = torch.linspace(-1, 2, BASE["heads"], device="cuda").requires_grad_()
     check(random_tree(8), backend, **BASE, **options)
+    if backend == "flash":
+        check(([-1] * 3, [300, 1, 170]), backend, padded_to=128, **BASE, **options)
 
 
 def test_flex_softcap_and_float32():
@@ -208,10 +220,10 @@ def test_padding_and_siblings_touch_nothing(backend):
 
 
 def same(backend, before, after):
-    """Equal bits of out, dq, dk and dv; but flash adds dq up in any order."""
+    """Equal bits of out, dq, dk and dv; but flash adds gradients up in any order."""
     for name, a, b in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
-        if (backend, name) == ("flash", "dq"):
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * a.abs().max().item())
+        if backend == "flash" and name != "out":
+            assert (a - b).norm() <= 5e-3 * b.norm(), name
         else:
             assert torch.equal(a, b), name
 

@@ -66,6 +66,10 @@ class TreeMetadata:
     router_statistics: RouterStatistics | None = field(default=None, kw_only=True, repr=False)
     """For MoE routers, goes wherever the tree goes. None counts every real token once."""
 
+    roots_only: bool = field(default=False, kw_only=True, repr=False)
+    """Known on the host: every node is a root, the pack is ordinary sequences, end to end. False where
+    nodes have children, and where nobody knows."""
+
     _cache: dict = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -128,6 +132,7 @@ class TreeMetadata:
             padded_size=padded_size,
             num_nodes=len(lengths),
             max_position=max((s + n - 1 for s, n in zip(starts, lengths, strict=True)), default=0),
+            roots_only=all(parent < 0 for parent in parents),
         )
         made.validate()
         return made if device is None else made.to(device)
@@ -186,6 +191,7 @@ class TreeMetadata:
             self.precomputed,
             self.max_position,
             router_statistics=RouterStatistics(*there[3:]) if statistics else None,
+            roots_only=self.roots_only,
         )
 
     def packed_seq_params(self) -> PackedSeqParams:
@@ -250,6 +256,8 @@ class TreeMetadata:
                 f"tree_position_ids: expected {self.padded_size} entries (padded_size), got {len(ids)}"
             )
         self._check_order(parents)
+        if self.roots_only and any(parent >= 0 for parent in parents):
+            raise ValueError("roots_only: expected False, for not every node_parent is -1, got True")
         self._check_positions(bounds, parents, ids)
         if self.router_statistics is not None:
             weights_T = self.router_statistics.weights_T

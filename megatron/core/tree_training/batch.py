@@ -200,6 +200,7 @@ class TreeBatch:
             num_nodes=packed.node_parent_N.size,
             max_position=int(positions.max()),
             router_statistics=router_statistics,
+            roots_only=bool((packed.node_parent_N < 0).all()),
         )
         like = checked[0] if checked else like
         values_L = {

@@ -2,8 +2,8 @@
 
 The pack is one batch entry. Blocks of the attention matrix that a tree does not touch are skipped, blocks in
 which everything is visible run without a mask, and the rest evaluate ``key <= query < subtree_end[key]`` (see
-``flash_masks``).
-Block lists come from per-block extremes of ``subtree_end`` (see ``intervals``).
+``flash_masks``). Block lists come from per-block extremes of ``subtree_end`` (see ``intervals``).
+A pack of roots only is ordinary sequences, and is computed as such.
 Tested and measured on Hopper. For Blackwell the kernels compile with the block sizes below; untested there.
 """
 
@@ -71,28 +71,44 @@ def attend(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv], sink [H] -> [T, H, Dv]; see ``case`` for the contract."""
+    options = dict(softmax_scale=softmax_scale, return_lse=sink is not None)
+    if metadata.roots_only:
+        out_THD, lse_HT = _sequences(q, k, v, metadata, window, options)
+    else:
+        out_THD, lse_HT = _tree(q, k, v, metadata, window, options)
+    if sink is not None:
+        # One more logit s in the denominator: out * exp(lse) / (exp(lse) + exp(s)).
+        keep_HT = torch.sigmoid(lse_HT - sink.to(lse_HT.dtype)[:, None])
+        out_THD = (out_THD * keep_HT.t()[..., None]).to(q.dtype)
+    return out_THD
+
+
+def _sequences(q, k, v, metadata: TreeMetadata, window: int | None, options):
+    """Without children nodes are sequences of their own: plain causal attention, which needs no mask."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), metadata.cu_node_lens)
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), metadata.padded_size)
+    reach = {} if window is None else dict(window_size=(window, 0))
+    return flash_attn_varlen_func(q, k, v, causal=True, **ends, **longest, **reach, **options)
+
+
+def _tree(q, k, v, metadata: TreeMetadata, window: int | None, options):
     from flash_attn.cute import flash_attn_func
 
     blocks = block_sizes(max(q.shape[-1], v.shape[-1]), torch.cuda.get_device_capability(q.device)[0])
-    forward, backward = metadata.cached(
-        ("flash", blocks, window), lambda m: _lists(m, blocks, window)
-    )
+    forward, backward = metadata.cached(("flash", blocks, window), lambda m: _lists(m, blocks, window))
     out_1THD, lse_1HT = flash_attn_func(
         q[None],
         k[None],
         v[None],
-        softmax_scale=softmax_scale,
         mask_mod=_mask(window),
         aux_tensors=mask_tensors(metadata, window),
         block_sparse_tensors=forward,
         block_sparse_tensors_bwd=backward,
-        return_lse=sink is not None,
+        **options,
     )
-    if sink is not None:
-        # One more logit s in the denominator: out * exp(lse) / (exp(lse) + exp(s)).
-        keep_1HT = torch.sigmoid(lse_1HT - sink.to(lse_1HT.dtype)[None, :, None])
-        out_1THD = (out_1THD * keep_1HT.transpose(1, 2)[..., None]).to(q.dtype)
-    return out_1THD[0]
+    return out_1THD[0], None if lse_1HT is None else lse_1HT[0]
 
 
 def block_sizes(head_size: int, capability_major: int = 9) -> tuple[tuple[int, int], tuple[int, int]]:

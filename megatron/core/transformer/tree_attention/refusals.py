@@ -136,6 +136,12 @@ def _refuse_configuration(
         )
     if config.batch_invariant_mode:
         raise _unsupported("batch_invariant_mode=True", "set batch_invariant_mode=False")
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    if config.multi_latent_attention and config.apply_rope_fusion and heads & (heads - 1):
+        # Its kernels take heads in blocks of a power of two; the last block runs into the next token.
+        raise _unsupported(
+            f"upstream's fused rope of MLA and {heads} heads on a rank", "set apply_rope_fusion=False"
+        )
     for name in ("qk_clip", "log_max_attention_logit"):
         if getattr(config, name):
             raise _unsupported(
