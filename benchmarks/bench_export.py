@@ -148,8 +148,8 @@ def warm_up(plan):
 def per_parameter(plan):
     """For each parameter a list of shards and their concatenation."""
     for entry in plan.entries:
-        group = plan.process_groups.tp_ep if entry.remote.kind == "expert" else plan.process_groups.tp
-        if group.size() == 1 or entry.remote.replicated:
+        group = plan.process_groups.tp_ep if entry.record.kind == "expert" else plan.process_groups.tp
+        if group.size() == 1 or entry.record.replicated:
             continue
         local = entry.tensor.detach()
         parts = [torch.empty_like(local) for _ in range(group.size())]

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.param_export.families.family import Family, Rule
-from megatron.core.param_export.pieces import Place, Shard, dense, glu, grouped_query
+from megatron.core.param_export.members import Content, Member, Position, asymmetries
+from megatron.core.param_export.pieces import Place, Span, dense, glu, grouped_query
 from megatron.core.param_export.schedule import _source
 from megatron.core.param_export.tiling import faults
 from megatron.weight_sync import Box
@@ -133,7 +134,7 @@ def test_grouped_query_rows(ranks, gated):
                 s,
                 list(
                     grouped_query(
-                        Place("layer", 0), "weight", heads, groups, head, Shard.even(3), k, ranks, gated
+                        Place("layer", 0), "weight", heads, groups, head, Span.even(3), k, ranks, gated
                     )
                 ),
             )
@@ -155,8 +156,8 @@ def test_gate_and_up(interleave, ranks):
             local = torch.cat([block for pair in blocks for block in pair])
         else:
             local = torch.cat([g, u])
-        rows = Shard.even(6 // ranks, k, ranks)
-        shards.append((local, list(glu(Place("layer", 1, 2), ("g", "u"), rows, Shard.even(5), interleave))))
+        rows = Span.even(6 // ranks, k, ranks)
+        shards.append((local, list(glu(Place("layer", 1, 2), ("g", "u"), rows, Span.even(5), interleave))))
     plain = family(
         Rule("g", "{layer}.{expert}.gate", "ffn hidden"), Rule("u", "{layer}.{expert}.up", "ffn hidden")
     )
@@ -174,13 +175,55 @@ def test_gate_and_up(interleave, ranks):
 
 def test_an_interleave_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="gate: 6 rows per rank do not divide into blocks of 4"):
-        list(glu(Place(), ("gate", "up"), Shard.even(6), Shard.even(5), 4))
+        list(glu(Place(), ("gate", "up"), Span.even(6), Span.even(5), 4))
+
+
+def test_rows_that_do_not_divide_over_the_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"attn.qkv: 24 rows do not divide over 5 ranks"):
+        list(grouped_query(Place(), "weight", 4, 1, 4, Span.even(3), 0, 5))
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (Rule("w", "x", "ffn hidden", "r*c 0"), r"'r\*c': more than one axis in a term"),
+        (Rule("w", "x", "ffn hidden", "e r c"), r"x: index 'e r c' does not fit shape 'ffn hidden'"),
+    ],
+)
+def test_a_rule_that_means_nothing_is_refused(rule, message):
+    with pytest.raises(ValueError, match=message):
+        family(rule).boxes(dense(Place(), "w", Span.even(6), Span.even(5)))
+
+
+def test_a_configuration_without_a_field_that_the_table_reads_is_refused():
+    from types import SimpleNamespace
+
+    from megatron.core.param_export.families import family_of
+
+    config = SimpleNamespace(model_type="mixtral", num_hidden_layers=2, hidden_size=8, vocab_size=9)
+    vars(config).update(num_attention_heads=2, num_key_value_heads=2, intermediate_size=4)
+    with pytest.raises(ValueError, match="SimpleNamespace has none of num_local_experts, num_experts"):
+        family_of(config).bind(config)
+
+
+def member(stage, pipeline, peers):
+    content = Content((), {}, {}, ())
+    gather = dict.fromkeys(("dense", "expert"), peers)
+    return Member(Position(stage, pipeline, gather, {"dense": 0, "expert": 0}, "host"), content)
+
+
+def test_pipeline_peers_must_stand_at_the_same_place():
+    """Four ranks, two stages: the tensor-parallel group of the second one is turned round."""
+    good = [member(k // 2, (k % 2, k % 2 + 2), (k // 2 * 2, k // 2 * 2 + 1)) for k in range(4)]
+    assert asymmetries(good) == []
+    turned = good[:2] + [member(1, (k % 2, k % 2 + 2), (3, 2)) for k in (2, 3)]
+    assert "rank 0: its pipeline peer 2 stands elsewhere in its dense group" in asymmetries(turned)
 
 
 def test_model_and_configuration_must_agree_on_the_shape():
     bound = family(Rule("w", "x", "ffn hidden"))
     with pytest.raises(ValueError, match=r"x: the configuration says \(6, 5\), but w has shape \(7, 5\)"):
-        bound.boxes(dense(Place(), "w", Shard.even(7), Shard.even(5)))
+        bound.boxes(dense(Place(), "w", Span.even(7), Span.even(5)))
 
 
 def test_an_unknown_family_is_refused_by_name():

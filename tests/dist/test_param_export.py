@@ -54,9 +54,9 @@ def changed_elements(groups, fields, path, receiver, known="parts"):
         }
         changed = []
         for entry in plan.entries:
-            dp, dps, tp = ranks[entry.remote.kind]
+            dp, dps, tp = ranks[entry.record.kind]
             # replicas and data-parallel ranks change alike; shards differ through their tensor-parallel rank
-            shard = 0 if entry.remote.replicated else tp
+            shard = 0 if entry.record.replicated else tp
             generator = torch.Generator().manual_seed(zlib.crc32(entry.global_name.encode()) * 8 + shard)
             flat = entry.tensor.detach().view(-1)
             index = torch.randperm(flat.numel(), generator=generator)[: 1 + flat.numel() // 50].sort().values
@@ -206,13 +206,15 @@ def broken(how, fields):
 
     from megatron.core.param_export import LayoutError, build_plan, layout, pieces
     from megatron.core.param_export import plan as plan_module
+    from megatron.core.param_export.families.family import BoundFamily
     from tests.dist import export_models
 
     hf = SimpleNamespace(**fields)
     one = dist.get_rank() == 1
     undo = lambda: None  # noqa: E731
     with parallel(tp=2):
-        chunks = export_models.build(hf)
+        biased = how == "bias that the family does not have"
+        chunks = export_models.build(hf, add_qkv_bias=biased)
         layers = chunks[0].decoder.layers
         if how == "layer number repeated" and one:
             layers[3].layer_number = 3
@@ -222,6 +224,13 @@ def broken(how, fields):
             layers[1].mlp.register_buffer("running", torch.ones(3))
         elif how == "other configuration" and one:
             hf.intermediate_size += 4
+        elif how == "fewer layers in the configuration":
+            hf.num_hidden_layers -= 1
+        elif how == "other head counts":
+            layers[0].self_attention.config = copy.copy(chunks[0].config)
+            layers[0].self_attention.config.num_query_groups = 4
+        elif how == "dtype of one shard" and one:
+            layers[1].mlp.linear_fc2.weight.data = layers[1].mlp.linear_fc2.weight.data.bfloat16()
         elif how == "zero-centred norms":
             chunks[0].config.layernorm_zero_centered_gamma = True
         elif how == "sharded a second time":
@@ -247,10 +256,22 @@ def broken(how, fields):
             kept = layout.glu
             layout.glu = lambda place, roles, *rest: kept(place, (roles[0], roles[0]), *rest)
             undo = lambda: setattr(layout, "glu", kept)  # noqa: E731
+        elif how == "glu half missing" and one:
+            kept = layout.glu
+            layout.glu = lambda *args: list(kept(*args))[:1]
+            undo = lambda: setattr(layout, "glu", kept)  # noqa: E731
+        elif how == "two rules" and one:
+            kept = BoundFamily.boxes
+            BoundFamily.boxes = lambda self, piece: kept(self, piece) * (1 + (piece.role == "lm_head.weight"))
+            undo = lambda: setattr(BoundFamily, "boxes", kept)  # noqa: E731
+        elif how == "another plan" and one:
+            kept = plan_module.Plan._digest
+            plan_module.Plan._digest = lambda plan: "0" * 64
+            undo = lambda: setattr(plan_module.Plan, "_digest", kept)  # noqa: E731
         elif how == "columns of another rank" and one:
-            kept = pieces.Shard.even
-            pieces.Shard.even = lambda local, rank=0, ranks=1: kept(local, 0, ranks)
-            undo = lambda: setattr(pieces.Shard, "even", kept)  # noqa: E731
+            kept = pieces.Span.even
+            pieces.Span.even = lambda local, rank=0, ranks=1: kept(local, 0, ranks)
+            undo = lambda: setattr(pieces.Span, "even", kept)  # noqa: E731
         elif how == "padding kept":
             kept = plan_module._VOCABULARY
             plan_module._VOCABULARY = ()
@@ -285,6 +306,22 @@ def broken(how, fields):
             r"rank 1: its dense tensors are not the shards .*\n"
             r"  model.layers.2.self_attn.q_norm.weight: no rank owns",
         ),
+        (
+            "fewer layers in the configuration",
+            r"layers.4.input_layernorm.weight: written by rank 0 decoder.layers.4.*, but not a tensor of",
+        ),
+        ("other head counts", r"layers.0.self_attention.linear_qkv: 100 rows, expected 140"),
+        (
+            "dtype of one shard",
+            r"layers.1.mlp.down_proj.weight: parts of different dtypes: torch.bfloat16, torch.float32",
+        ),
+        (
+            "bias that the family does not have",
+            r"linear_qkv.bias: the qwen3 family has no rule for attn.q.bias",
+        ),
+        ("glu half missing", r"rank 1: .*linear_fc1.weight: its boxes leave a gap at \[22, 0\] of shape"),
+        ("two rules", r"rank 1: .*output_layer.weight: the qwen3 family has two rules for lm_head.weight"),
+        ("another plan", r"rank 1: its plan differs from that of rank 0"),
         ("zero-centred norms", r"layernorm_zero_centered_gamma is not supported"),
         ("sharded a second time", r"gtp_remat groups are not supported"),
         (
@@ -386,6 +423,8 @@ def misuse(fields):
         for size in (0, -1):
             with pytest.raises(ValueError, match=f"bucket_bytes: expected a positive number.*, got {size}$"):
                 export(plan, bucket_bytes=size)
+        with pytest.raises(ValueError, match=r"names: 2 are not tensors of this model: \['a', 'b'\]"):
+            export(plan, names=["b", "lm_head.weight", "a"])
         weight = chunks[0].output_layer.weight
         with pytest.raises(KeyError, match=r"a tensor of shape \[3\] is not in this plan"):
             plan.to_full(torch.zeros(3), torch.zeros(1, dtype=torch.int64))
@@ -543,3 +582,43 @@ def no_expert_group(fields):
 def test_a_missing_process_group_is_named(world):
     fields, _, _, _ = reference("qwen3_moe")
     world(2, no_expert_group, fields)
+
+
+def unlike_replica(fields):
+    import torch.distributed as dist
+
+    from megatron.core.param_export import LayoutError, build_plan
+    from tests.dist import export_models
+
+    hf = SimpleNamespace(**fields)
+    with parallel():
+        chunks = export_models.build(hf)
+        if dist.get_rank() == 1:
+            chunks[0].output_layer.weight.data = chunks[0].output_layer.weight.data.bfloat16()
+        with pytest.raises(LayoutError, match=r"dense tensors differ from those of its replica, rank 0"):
+            build_plan(chunks, hf).prove()
+
+
+def test_replicas_hold_the_same_kinds_of_tensors(world):
+    fields, _, _, _ = reference("qwen3")
+    world(2, unlike_replica, fields)
+
+
+def part_of_the_ranks(fields):
+    """A plan over fewer ranks than the model's groups have."""
+    import torch.distributed as dist
+
+    from megatron.core.param_export import LayoutError, build_plan
+    from tests.dist import export_models
+
+    hf = SimpleNamespace(**fields)
+    with parallel(tp=2):
+        chunks = export_models.build(hf)
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        with pytest.raises(LayoutError, match=r"the tp group has ranks outside of the plan's group: \["):
+            build_plan(chunks, hf, group=alone).prove()
+
+
+def test_a_plan_over_too_few_ranks_is_refused(world):
+    fields, _, _, _ = reference("qwen3")
+    world(2, part_of_the_ranks, fields)

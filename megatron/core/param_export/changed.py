@@ -63,7 +63,7 @@ class ChangedElements:
                 raise ValueError(
                     f"{entry.global_name}: values are {value.dtype}, the parameter is {tensor.dtype}"
                 )
-            if not (entry.remote.sharer if sharded else entry.owner):
+            if not (entry.record.sharer if sharded else entry.owner):
                 continue
             for box in entry.boxes:
                 if index is None:

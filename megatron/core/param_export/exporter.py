@@ -92,7 +92,7 @@ class _Export:
         self.device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
         self.cuda = self.device.type == "cuda"
         self.entries = {
-            kind: [entry for entry in plan.entries if entry.remote.kind == kind]
+            kind: [entry for entry in plan.entries if entry.record.kind == kind]
             for kind in plan.position.gather
         }
         groups = plan.process_groups

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron.core.param_export.pieces import Piece, Place, Shard, dense, glu, grouped_query, row_runs
+from megatron.core.param_export.pieces import Piece, Place, Span, dense, glu, grouped_query, row_runs
 
 _COLUMN = {"ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear"}
 _COLUMN |= {"TEColumnParallelGroupedLinear", "VocabParallelEmbedding"}
@@ -178,7 +178,7 @@ class _Reader:
         for kind in kinds:
             tensor = getattr(module, kind, None)
             if tensor is not None:
-                piece = dense(place, f"{role}.{kind}", Shard.even(tensor.numel()))
+                piece = dense(place, f"{role}.{kind}", Span.even(tensor.numel()))
                 self.add(
                     f"{path}.{kind}",
                     tensor,
@@ -201,7 +201,7 @@ class _Reader:
     ):
         """A linear layer. ``split(kind, rows, cols, rank, ranks)`` gives the pieces of weight or bias.
 
-        ``rows`` and ``cols`` are this rank's shards of the full matrix; ``cols`` is None for a bias.
+        ``rows`` and ``cols`` are this rank's spans of the full matrix; ``cols`` is None for a bias.
         """
         sharding = _sharding(module)
         rank, ranks = (0, 1) if sharding == "whole" else _group(module)
@@ -211,8 +211,8 @@ class _Reader:
             tensor = getattr(module, kind, None)
             if tensor is None or tensor.numel() == 0:
                 continue
-            rows = Shard.even(tensor.shape[0], *row)
-            cols = Shard.even(tensor.shape[1], *col) if tensor.dim() == 2 else None
+            rows = Span.even(tensor.shape[0], *row)
+            cols = Span.even(tensor.shape[1], *col) if tensor.dim() == 2 else None
             replicated = sharding == "whole" or (sharding == "row" and cols is None)
             self.add(
                 f"{path}.{kind}",
@@ -232,7 +232,7 @@ class _Reader:
                     self.add(
                         f"{path}.layer_norm_{kind}",
                         tensor,
-                        [dense(place, f"{role}.{kind}", Shard.even(tensor.numel()))],
+                        [dense(place, f"{role}.{kind}", Span.even(tensor.numel()))],
                         replicated=True,
                         global_path=f"{global_path}.layer_norm_{kind}",
                     )
@@ -340,7 +340,7 @@ class _Reader:
                 self.vector(f"{path}.{part}_layernorm", f"{full}.{part}_layernorm", norm, role, place)
         sinks = getattr(module.core_attention, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter):
-            rows = Shard.even(sinks.numel(), module.pg_collection.tp.rank(), module.pg_collection.tp.size())
+            rows = Span.even(sinks.numel(), module.pg_collection.tp.rank(), module.pg_collection.tp.size())
             self.add(
                 f"{path}.core_attention.softmax_offset",
                 sinks,
@@ -410,7 +410,7 @@ class _Reader:
         def split(kind, rows, cols, rank, ranks):
             if not gated:
                 return [dense(place, f"{prefix}.up.{kind}", rows, cols)]
-            half = Shard.even(rows.size // 2, rank, ranks)
+            half = Span.even(rows.size // 2, rank, ranks)
             return glu(place, (f"{prefix}.gate.{kind}", f"{prefix}.up.{kind}"), half, cols, interleave)
 
         return split
@@ -426,8 +426,8 @@ class _Reader:
             tensor = getattr(router, name, None)
             if tensor is None:
                 continue
-            rows = Shard.even(tensor.shape[0])
-            cols = Shard.even(tensor.shape[1]) if tensor.dim() == 2 else None
+            rows = Span.even(tensor.shape[0])
+            cols = Span.even(tensor.shape[1]) if tensor.dim() == 2 else None
             self.add(
                 f"{path}.router.{name}",
                 tensor,
@@ -439,11 +439,11 @@ class _Reader:
         if shared is not None:
             self.mlp(f"{path}.shared_experts", f"{full}.shared_experts", shared, place, "moe.shared")
             if shared.gate_weight is not None:
-                cols = Shard.even(shared.gate_weight.shape[1])
+                cols = Span.even(shared.gate_weight.shape[1])
                 self.add(
                     f"{path}.shared_experts.gate_weight",
                     shared.gate_weight,
-                    [dense(place, "moe.shared.router.weight", Shard.even(1), cols)],
+                    [dense(place, "moe.shared.router.weight", Span.even(1), cols)],
                     replicated=True,
                     global_path=f"{full}.shared_experts.gate_weight",
                 )
@@ -468,8 +468,8 @@ class _Reader:
             col = (rank, ranks) if sharding == "row" else (0, 1)
 
             def pieces(kind, shape, place, name=name, row=row, col=col):
-                rows = Shard.even(shape[0], *row)
-                cols = Shard.even(shape[1], *col) if len(shape) == 2 else None
+                rows = Span.even(shape[0], *row)
+                cols = Span.even(shape[1], *col) if len(shape) == 2 else None
                 if name == "linear_fc2":
                     return [dense(place, f"moe.experts.down.{kind}", rows, cols)]
                 split = self._fc1("moe.experts", place, config.gated_linear_unit, interleave)

@@ -19,8 +19,8 @@ REPLICA = {"dense": "dp_cp", "expert": "expt_dp"}
 
 
 @dataclass(frozen=True)
-class Remote:
-    """A parameter or buffer of some rank.
+class EntryRecord:
+    """What all ranks know of a parameter or buffer of one rank.
 
     Args:
         kind: "expert" for routed experts' tensors, else "dense".
@@ -59,7 +59,7 @@ class Content:
     problems: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     expected: dict[str, tuple[int, ...]]
-    entries: tuple[Remote, ...]
+    entries: tuple[EntryRecord, ...]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Member:
     position: Position
     content: Content
 
-    def of_kind(self, kind: str) -> list[Remote]:
+    def of_kind(self, kind: str) -> list[EntryRecord]:
         return [entry for entry in self.content.entries if entry.kind == kind]
 
 
@@ -165,7 +165,7 @@ def asymmetries(members: list[Member]) -> list[str]:
 
 def unequal_divisions(members: list[Member]) -> list[str]:
     """A half swapped with its neighbour on one rank still tiles; then the ranks no longer divide alike."""
-    first: dict[str, tuple[int, Remote]] = {}
+    first: dict[str, tuple[int, EntryRecord]] = {}
     out = []
     for rank, member in enumerate(members):
         for entry in member.content.entries:

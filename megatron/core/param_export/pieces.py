@@ -53,7 +53,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Span:
     """One axis of a linear layer as this rank holds it: ``size`` elements from ``start`` of ``full``."""
 
     full: int
@@ -61,11 +61,11 @@ class Shard:
     size: int
 
     @classmethod
-    def even(cls, local: int, rank: int = 0, ranks: int = 1) -> Shard:
+    def even(cls, local: int, rank: int = 0, ranks: int = 1) -> Span:
         return cls(local * ranks, local * rank, local)
 
 
-def dense(place: Place, role: str, rows: Shard, cols: Shard | None = None, local_offset: int = 0) -> Piece:
+def dense(place: Place, role: str, rows: Span, cols: Span | None = None, local_offset: int = 0) -> Piece:
     """A matrix shard (``cols`` given) or vector shard, stored row by row."""
     if cols is None:
         return _piece(place, role, (rows.full,), (rows.start,), local_offset, (Loop(rows.size, 1, R),))
@@ -74,7 +74,7 @@ def dense(place: Place, role: str, rows: Shard, cols: Shard | None = None, local
 
 
 def row_runs(
-    place: Place, role: str, full_rows: int, cols: Shard | None, runs: list[tuple[int, int, int, int, int]]
+    place: Place, role: str, full_rows: int, cols: Span | None, runs: list[tuple[int, int, int, int, int]]
 ) -> Iterator[Piece]:
     """Runs of rows: each run is ``(count, rows, local_row, local_pitch, full_row)``.
 
@@ -92,9 +92,9 @@ def row_runs(
 
 
 def glu(
-    place: Place, roles: tuple[str, str], rows: Shard, cols: Shard | None, interleave: int | None = None
+    place: Place, roles: tuple[str, str], rows: Span, cols: Span | None, interleave: int | None = None
 ) -> Iterator[Piece]:
-    """Gate and up halves of a gated linear unit. ``rows`` is the shard of *one* half.
+    """Gate and up halves of a gated linear unit. ``rows`` is the span of *one* half.
 
     Each rank stores its gate rows, then its up rows; with ``interleave``, blocks of that many rows in turn.
     """
@@ -112,7 +112,7 @@ def grouped_query(
     heads: int,
     groups: int,
     head_dim: int,
-    cols: Shard | None,
+    cols: Span | None,
     rank: int,
     ranks: int,
     gated: bool = False,

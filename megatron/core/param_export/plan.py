@@ -16,8 +16,8 @@ from megatron.core.param_export.layout import LocalTensor, read_chunk, tensor_id
 from megatron.core.param_export.members import (
     REPLICA,
     Content,
+    EntryRecord,
     Member,
-    Remote,
     asymmetries,
     exchange,
     position,
@@ -46,7 +46,7 @@ class StalePlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """A live parameter or persistent buffer of this rank.
 
     Args:
@@ -54,6 +54,7 @@ class Entry:
         boxes: where its elements go.
         cut: the affine pieces that go nowhere (padded vocabulary rows).
         owner: in the proof, this rank owns the values; the other holders are declared replicas.
+        record: what the other ranks know of it.
     """
 
     chunk: int
@@ -61,16 +62,16 @@ class Entry:
     tensor: torch.Tensor
     cut: tuple[Affine, ...]
     owner: bool
-    remote: Remote
+    record: EntryRecord
 
     @property
     def global_name(self) -> str:
         """The name with global layer and expert numbers."""
-        return self.remote.name
+        return self.record.name
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        return self.remote.boxes
+        return self.record.boxes
 
 
 def build_plan(
@@ -114,7 +115,7 @@ class Plan:
         self.models = [unwrap(chunk) for chunk in chunks]
         self.process_groups = getattr(self.models[0], "pg_collection", None)
         self.expected = family.expected()
-        self.entries: list[Entry] = []
+        self.entries: list[PlanEntry] = []
         self.proven = False
         self._shapes: dict[str, tuple[int, ...]] = {}
         problems: list[str] = []
@@ -126,14 +127,14 @@ class Plan:
         for number, chunk in enumerate(chunks):
             problems += [f"chunk {number}: {problem}" for problem in self._read(number, chunk)]
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
-        entries = tuple(entry.remote for entry in self.entries)
+        entries = tuple(entry.record for entry in self.entries)
         content = Content(tuple(problems), self._shapes, self.expected, entries)
         self.members: list[Member] = exchange(self.position, content, group)
         self.sources: dict[str, list[tuple[int, int, Box]]] = {name: [] for name in self.expected}
         for rank, member in enumerate(self.members):
-            for number, remote in enumerate(member.content.entries):
-                if remote.sharer and member.position.replica[remote.kind] == 0:
-                    for box in remote.boxes:
+            for number, record in enumerate(member.content.entries):
+                if record.sharer and member.position.replica[record.kind] == 0:
+                    for box in record.boxes:
                         self.sources.setdefault(box.full_name, []).append((rank, number, box))
         self.digest = self._digest()
         self.schedules: dict = {}  # filled by the exporter, as is
@@ -154,7 +155,7 @@ class Plan:
                 problems.append(f"{local.name}: {error}")
         return problems
 
-    def _entry(self, number: int, local: LocalTensor) -> Entry:
+    def _entry(self, number: int, local: LocalTensor) -> PlanEntry:
         family = self.family.family.model_type
         boxes: list[Box] = []
         cut: list[Affine] = []
@@ -176,7 +177,7 @@ class Plan:
         kind = "expert" if local.expert else "dense"
         spare = local.replicated and _rank(self.process_groups, "expt_tp" if local.expert else "tp") != 0
         sharer = not local.duplicate and not spare
-        remote = Remote(
+        record = EntryRecord(
             name=local.global_name,
             numel=local.tensor.numel(),
             dtype=local.tensor.dtype,
@@ -188,7 +189,7 @@ class Plan:
             boxes=tuple(boxes),
         )
         owner = sharer and _rank(self.process_groups, REPLICA[kind]) == 0
-        return Entry(number, local.name, local.tensor, tuple(cut), owner, remote)
+        return PlanEntry(number, local.name, local.tensor, tuple(cut), owner, record)
 
     def _cut_vocabulary(self, piece: Piece) -> tuple[Piece | None, list[Affine]]:
         """Rows from the vocabulary size on are padding: (kept piece or None, removed local boxes)."""
@@ -263,7 +264,7 @@ class Plan:
         self.proven = True
         return self
 
-    def _remote(self, rank: int, number: int) -> Remote:
+    def _record(self, rank: int, number: int) -> EntryRecord:
         return self.members[rank].content.entries[number]
 
     def _faults(self, name: str) -> list[str]:
@@ -279,7 +280,7 @@ class Plan:
             if other != shape:
                 out.append(f"{name}: shape {other} on one rank, {shape} expected")
                 break
-        dtypes = sorted({str(self._remote(rank, number).dtype) for rank, number, _ in sources})
+        dtypes = sorted({str(self._record(rank, number).dtype) for rank, number, _ in sources})
         if len(dtypes) > 1:
             out.append(f"{name}: parts of different dtypes: {', '.join(dtypes)}")
         boxes = [(box.full_offset, box.size, box.full_stride) for _, _, box in sources]
@@ -289,7 +290,7 @@ class Plan:
         return out
 
     def _who(self, sources) -> str:
-        return ", ".join(sorted({f"rank {rank} {self._remote(rank, n).name}" for rank, n, _ in sources}))
+        return ", ".join(sorted({f"rank {rank} {self._record(rank, n).name}" for rank, n, _ in sources}))
 
     def require_proof(self) -> None:
         """Refuse to move a byte with a plan that was not proven."""
@@ -298,7 +299,7 @@ class Plan:
 
     # Use.
 
-    def entry_of(self, tensor: torch.Tensor) -> Entry:
+    def entry_of(self, tensor: torch.Tensor) -> PlanEntry:
         """The entry of a live parameter or buffer.
 
         Raises:
@@ -345,7 +346,7 @@ class Plan:
     def dtype(self, name: str) -> torch.dtype:
         """Element type of a full tensor."""
         rank, number, _ = self.sources[name][0]
-        return self._remote(rank, number).dtype
+        return self._record(rank, number).dtype
 
     def nbytes(self, name: str) -> int:
         """Bytes of a full tensor."""
