@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "build/tree"), str(ROOT)]
 
 CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 QWEN3_8B = dict(
     model_type="qwen3",
     vocab_size=151936,
@@ -110,8 +111,8 @@ def build(hf):
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
     )
-    model = model.to(torch.bfloat16)
-    generator = torch.Generator(model.embedding.word_embeddings.weight.device).manual_seed(dist.get_rank())
+    model = model.to(DEVICE, torch.bfloat16)  # the local norms are made on the CPU
+    generator = torch.Generator(DEVICE).manual_seed(dist.get_rank())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(generator=generator)
@@ -133,7 +134,7 @@ def seconds(run, repeats=5):
         begin = time.perf_counter()
         run()
         synchronize()
-        taken = torch.tensor([time.perf_counter() - begin], device="cuda" if CUDA else "cpu")
+        taken = torch.tensor([time.perf_counter() - begin], device=DEVICE)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         times.append(taken.item())
     return statistics.median(times[1:] or times)
@@ -273,7 +274,7 @@ def main():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/build/tree:{ROOT}", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [*command, __file__, "--worker"], env=env, capture_output=True, text=True, timeout=900, check=False
+        [*command, __file__, "--worker"], env=env, capture_output=True, text=True, timeout=300, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
     if done.returncode or not lines:

@@ -163,8 +163,10 @@ def parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp:
         yield
     finally:
         parallel_state.destroy_model_parallel()
-        for group in set(dist.distributed_c10d._world.pg_map) - before:
-            dist.destroy_process_group(group)
+        # In the order of their creation, the same on every rank: under NCCL ranks wait for each other here.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group not in before:
+                dist.destroy_process_group(group)
 
 
 def _release_models() -> None:

@@ -7,6 +7,7 @@ CASES.json: a list of {case, fields, path, groups, te}; te: null for local layer
 Transformer Engine's layers has besides. Rank 0 prints one line of JSON.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -64,6 +65,7 @@ def run(fields, path, groups, te):
 
 
 def main():
+    faulthandler.dump_traceback_later(240, exit=True)  # ranks that wait for each other say where
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     results = {}
