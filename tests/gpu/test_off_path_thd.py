@@ -17,6 +17,7 @@ from tests.conftest import ROOT, TREE
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("off path"),  # one costly fixture for all
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="needs transformer-engine"),
 ]
