@@ -220,10 +220,10 @@ def measure(hf):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["active_bytes.all.current"]
         exhaust(plan)
         torch.cuda.synchronize()
-        figures["peak"] = torch.cuda.max_memory_allocated() - before
+        figures["peak"] = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
         figures["bucket"] = max(bucket.nbytes for bucket in buckets)
     figures["export"] = seconds(lambda: exhaust(plan))
     figures["export to rank 0"] = seconds(lambda: exhaust(plan, 0), 3)

@@ -4,6 +4,7 @@ import datetime
 from pathlib import Path
 
 from benchmarks.recording import installed_versions
+from patchset import ROOT, backend
 
 FILE = Path(__file__).with_name("param_export_layouts.md")
 COMMAND = "TEST_FULL=1 RECORD=1 python -m pytest tests/dist/test_param_export_families.py"
@@ -22,7 +23,8 @@ def write(wanted, outcomes, layouts, have_te, file=FILE):
     """
     if not have_te or not set(wanted) <= outcomes.keys():
         raise RuntimeError("not recorded: the whole product must run, with Transformer Engine installed")
-    versions = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
+    versions = installed_versions() | {"megatron-core": backend.version(ROOT)}
+    versions = ", ".join(f"{name} {number}" for name, number in versions.items())
     lines = [
         "# Parameter export: families and layouts",
         "",

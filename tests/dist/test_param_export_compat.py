@@ -230,7 +230,7 @@ def edges():
         plain.tensor_model_parallel, plain.partition_dim = True, 0
         assert all_gather_param("a.linear_fc1.weight", plain)[:, 0].tolist() == [0, 1, 0, 1]
         assert all_gather_param("a.linear_fc1.weight", plain, gated=False)[:, 0].tolist() == [0, 0, 1, 1]
-        with pytest.raises(RuntimeError, match="translate_gpu_to_cpu needs the torch_memory_saver package"):
+        with pytest.raises(RuntimeError, match=r"translate_gpu_to_cpu .* need the torch_memory_saver"):
             sys.modules["torch_memory_saver"] = None
             next(named_params_and_buffers(None, [torch.nn.Linear(1, 1)], translate_gpu_to_cpu=True))
         saver = SimpleNamespace(get_cpu_backup=lambda t: torch.full_like(t, 9) if t.dim() == 2 else None)

@@ -186,3 +186,16 @@ def test_round_trip_and_logits(world, outcomes, case, layout, layers):
             torch.testing.assert_close(logits[..., : fields["vocab_size"]], want, rtol=3e-5, atol=3e-5)
     assert computed == (0 if te else size // groups.get("pp", 1))
     outcomes[case, layout, layers] = "passed"
+
+
+def test_only_a_whole_run_is_recorded(tmp_path):
+    wanted = [("a", "tp2", "local"), ("b", "ep2", "local"), ("a", "tp2", "te")]
+    outcomes = {wanted[0]: "passed", wanted[1]: "refused"}
+    for have_te in (False, True):
+        with pytest.raises(RuntimeError, match="not recorded: the whole product must run, with Transformer"):
+            export_layout_record.write(wanted, outcomes, ["tp2", "ep2"], have_te, tmp_path / "x.md")
+    outcomes[wanted[2]] = "FAILED"
+    export_layout_record.write(wanted, outcomes, ["tp2", "ep2"], True, tmp_path / "x.md")
+    text = (tmp_path / "x.md").read_text()
+    assert "| a | passed | – |\n| b | – | refused |" in text
+    assert text.endswith("| a | FAILED | – |\n| b | – | – |\n")

@@ -9,7 +9,7 @@ that can choose uses :func:`megatron.core.param_export.export`, whose layout is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,7 @@ def named_params_and_buffers(
         RuntimeError: ``translate_gpu_to_cpu`` without torch_memory_saver.
     """
     del args
-    backup = _host_copy() if translate_gpu_to_cpu else lambda tensor: tensor
+    backup = memory_saver_backups() if translate_gpu_to_cpu else lambda tensor: tensor
     for stage, chunk in enumerate(model):
         inner = unwrap(chunk)
         rename = _global_names(inner) if convert_to_global_name else None
@@ -165,11 +165,19 @@ def _global_experts(rest: str, indices: list[int]) -> str:
     return re.sub(r"\.(weight|bias)(\d+)$", lambda m: f".{m[1]}{indices[int(m[2])]}", rest)
 
 
-def _host_copy():
+def memory_saver_backups() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Reads a tensor from torch_memory_saver's host copy if its device memory is released, else the tensor
+    itself: the ``read`` of :func:`~megatron.core.param_export.export`.
+
+    Raises:
+        RuntimeError: torch_memory_saver is not installed.
+    """
     try:
         from torch_memory_saver import torch_memory_saver
     except ImportError as error:
-        raise RuntimeError("translate_gpu_to_cpu needs the torch_memory_saver package") from error
+        raise RuntimeError(
+            "translate_gpu_to_cpu and memory_saver_backups need the torch_memory_saver package"
+        ) from error
 
     def backup(tensor):
         copy = torch_memory_saver.get_cpu_backup(tensor)

@@ -50,7 +50,8 @@ def export(
     """Iterate over the full tensors under their Hugging Face names, in a fixed order. Collective.
 
     Every rank of the plan must run the iterator to its end; ranks that do not receive get no items. At most
-    two buckets are in flight: the next one is gathered while the current one is handed out.
+    two buckets are in flight: the next one is gathered while the current one is handed out. So the extra
+    memory is two buckets, and the full tensors that had to be put together and that the caller holds.
 
     Args:
         plan: a proven plan.
@@ -59,7 +60,7 @@ def export(
         bucket_bytes: ceiling of the gathered bytes of one bucket; a tensor larger than it has one of its own.
         to_host: hand the tensors out in pinned host memory instead of on the parameters' device.
         read: gives the current values of a live parameter or buffer, on any device; for parameters whose own
-            memory is released for the moment. Default: the tensor itself.
+            memory is released for the moment (``compat.memory_saver_backups()``). Default: the tensor itself.
         names: only these full tensors, the same ones on every rank. Default: all.
         current: every rank has just called ``plan.require_current()``; it is not asked again.
 
