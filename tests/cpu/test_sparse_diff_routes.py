@@ -613,3 +613,39 @@ def test_an_observing_update_writes_at_each_gather(tmp_path, monkeypatch):
     found = densities(tmp_path, by="name")
     assert sorted(found) == [0, 1]
     assert found[1]["module.second"] == len(sent["second"]) / (65 * 33)
+    with (tmp_path / "rank0.jsonl").open("a") as file:
+        file.write('{"sync": 1, "rank": 0, "na')  # the run was stopped here; the next goes on counting
+    _, sent = follow(build, steps, syncs=1, mode="update_and_observe")
+    found = densities(tmp_path, by="name")
+    assert sorted(found) == [0, 1, 2]
+    assert found[2]["module.second"] == len(sent["second"]) / (65 * 33)
+
+
+def test_a_plot_of_no_change_and_of_missing_syncs(tmp_path):
+    import matplotlib.pyplot as plt
+
+    from megatron.core.optimizer.sparse_diff import observe
+
+    log = observe.DensityLog(tmp_path, 0)
+    for log.sync in (2, 4):
+        log.write([("layers.1.weight", 5, 10, 0), ("bias", None, 4, 0)])
+    observe.plot(tmp_path, tmp_path / "still.png")
+    log.write([("layers.1.weight", 5, 10, 1), ("layers.2.weight", 7, 10, 10)])
+    shown = []
+
+    class Axes:
+        def __getattr__(self, name):
+            return getattr(axes, name)
+
+        def imshow(self, grid, **options):
+            shown.append((grid, options["extent"]))
+            return axes.imshow(grid, **options)
+
+    figure, axes = plt.subplots()
+    observe._layers(figure, Axes(), observe.densities(tmp_path))
+    plt.close(figure)
+    (zero, extent), (changed, same) = shown
+    assert extent == same == [1.5, 5.5, 4.5, 7.5]
+    nan = pytest.approx(float("nan"), nan_ok=True)
+    assert changed == [[nan, nan, nan, 0.1], [nan] * 4, [nan, nan, nan, 1.0]]
+    assert zero == [[0.8, nan, 0.8, nan], [nan] * 4, [nan] * 4]

@@ -504,3 +504,38 @@ def test_a_mixture_of_experts_through_forward_and_backward(world, options):
     assert biases and all(routes[name] == "shadow" and counts[name] for name in biases)
     hooked = [name for name, route in routes.items() if route == "hooked"]
     assert len(hooked) > 10 and sum(counts[name] for name in hooked) > 1000
+
+
+def _observed(folder):
+    from megatron.core.optimizer.sparse_diff import attach
+    from tests.dist import small_gpt
+
+    with parallel(pp=2):
+        cfg = small_gpt.config(params_dtype=torch.bfloat16, num_layers=4, mtp_num_layers=1)
+        trainer = small_gpt.Trainer(cfg, small_gpt.build(cfg))
+        diff = attach(trainer.optimizer, mode="observe", observe_dir=folder)
+        before = {entry.name: entry.tensor.detach().clone() for entry in diff}
+        trainer.train(steps=1)
+        diff.observe()
+        [model] = trainer.ddp
+        first = model.module.module.decoder.layers[0]
+        inside = {id(p) for p in first.parameters()}
+        counts = [
+            (changed_since(before[e.name], e.tensor).numel(), e.tensor.numel())
+            for e in diff
+            if id(e.tensor) in inside
+        ]
+        return first.layer_number - 1, sum(c for c, _ in counts) / sum(n for _, n in counts)
+
+
+def test_densities_by_layer_over_pipeline_stages(world, tmp_path):
+    """Each stage counts its layers from 0; the record counts them all, and multi-token prediction apart."""
+    from megatron.core.optimizer.sparse_diff.observe import densities
+
+    expected = dict(world(2, _observed, str(tmp_path)))
+    [found] = densities(tmp_path).values()
+    assert sorted(expected) == [0, 2] and set(found) == {0, 1, 2, 3, None}
+    assert {layer: found[layer] for layer in expected} == expected and all(expected.values())
+    [by_name] = densities(tmp_path, by="name").values()
+    assert sum("decoder.layers.3." in name for name in by_name) > 4
+    assert sum("mtp.layers.0." in name for name in by_name) > 4

@@ -6,6 +6,7 @@
 empty delta unseen.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ class Entry:
     """Shards by which `sparse_diff_context` finds the parameter; only where hooked."""
     home: tuple[torch.nn.Module, str] | None = None
     """The module and attribute that hold the tensor."""
+    layer: int | None = None
+    """The decoder layer, counted over all pipeline stages; None outside of them."""
 
     def check(self) -> None:
         """Raise RuntimeError where the tensor cannot be read, or is not the model's any more."""
@@ -124,6 +127,23 @@ class _Place:
 
     name: str
     home: tuple[torch.nn.Module, str]
+    layer: int | None
+
+
+_LAYER = re.compile(r"(?:(?P<above>.*)\.)?layers\.(?P<index>\d+)")
+
+
+def _layers(chunk: torch.nn.Module) -> dict[str, int]:
+    """The layer of each module inside one; those of multi-token prediction count apart, and are left out."""
+    layers: dict[str, int] = {}
+    for name, module in chunk.named_modules():  # outer ones first
+        found = _LAYER.fullmatch(name)
+        if found and (found["above"] or "").rpartition(".")[2] != "mtp":
+            number = getattr(module, "layer_number", None)  # from 1, over all stages; the name counts locally
+            layers[name] = number - 1 if isinstance(number, int) else int(found["index"])
+        elif (above := name.rpartition(".")[0]) in layers:
+            layers[name] = layers[above]
+    return layers
 
 
 def _places(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, _Place]:
@@ -131,12 +151,13 @@ def _places(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, _Plac
     places: dict[torch.Tensor, _Place] = {}
     for index, chunk in enumerate(model_chunks):
         prefix = f"vp_stages.{index}." if len(model_chunks) > 1 else ""
+        layers = _layers(chunk)
         for module_name, module in chunk.named_modules():
             tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             for attribute, tensor in tensors:
                 if attribute not in module._non_persistent_buffers_set:
                     name = prefix + ".".join(filter(None, (module_name, attribute)))
-                    places.setdefault(tensor, _Place(name, (module, attribute)))
+                    places.setdefault(tensor, _Place(name, (module, attribute), layers.get(module_name)))
     return places
 
 
@@ -187,7 +208,7 @@ class _Auditor:
                 f"sparse diff: the optimizer owns a parameter of shape {tuple(tensor.shape)} that is not in "
                 "model_chunks; expected the chunks that the optimizer was made for, all of them"
             )
-        name, home = place.name, place.home
+        name, of = place.name, {"home": place.home, "layer": place.layer}
         _refuse_tensor(name, tensor)
         if tensor in self.seen:
             _refuse(name, "two optimizers own it", "Give each parameter to one optimizer")
@@ -195,9 +216,9 @@ class _Auditor:
         if tensor in self.clipped:
             path, hooked = f"{path}, then qk_clip", False
         if not hooked:
-            return Entry(name, tensor, self.unhooked(tensor, start, end), path, home=home)
+            return Entry(name, tensor, self.unhooked(tensor, start, end), path, **of)
         leads = tuple(lead for lead in leads if lead is not None)
-        return Entry(name, tensor, self.hooked(tensor, start, end), path, leads, home)
+        return Entry(name, tensor, self.hooked(tensor, start, end), path, leads, **of)
 
     def distributed(self, leaf: Any) -> Domain:
         """DistributedOptimizer: each rank owns a range of each bucket, which may begin and end mid-tensor."""
@@ -298,7 +319,8 @@ class _Auditor:
                 path = "nothing: frozen, checked by a digest"
             else:
                 shard, path = ShadowShard(tensor, 0, tensor.numel()), "a persistent buffer of the module"
-            domain.entries.append(Entry(place.name, tensor, shard, path, home=place.home))
+            entry = Entry(place.name, tensor, shard, path, home=place.home, layer=place.layer)
+            domain.entries.append(entry)
         return domain
 
 

@@ -301,7 +301,7 @@ class SparseDiff:
     def _observe(self) -> None:
         if self._log is not None:
             owned = [entry for entry in self if entry.shard.numel]
-            self._log.write((e.name, e.shard.numel, e.shard.sealed_count) for e in owned)
+            self._log.write((e.name, e.layer, e.shard.numel, e.shard.sealed_count) for e in owned)
 
     def _entry(self, param: torch.Tensor) -> Entry:
         try:
