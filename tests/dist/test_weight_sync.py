@@ -256,7 +256,13 @@ def sharded_engine(options):
     models, rank, size = engine_models(), dist.get_rank(), dist.get_world_size()
     tensors, old = models.checkpoint(3, moe=options.get("moe", False), tied="head" in options), {}
     engine, loaded = models.Engine(rank, size, **options), models.Engine(rank, size, **options)
-    receiver = EngineReceiver(live_tensors(engine), engine.load_weights, peers=ws.Peers(), batch_elements=200)
+    receiver = EngineReceiver(
+        lambda: live_tensors(engine),
+        engine.load_weights,
+        reload=engine.load_weights,
+        peers=ws.Peers(),
+        batch_elements=200,
+    )
     sender = ws.Sender("m", lineage=1, encodings=("packed",))
     sender.register("r")
     log = []

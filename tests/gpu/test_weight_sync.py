@@ -182,7 +182,7 @@ receiver = ws.ModuleReceiver(live)
 for line in sys.stdin:
     said = json.loads(line)
     # bare handles, or as the vLLM adapter packs them
-    containers = [t for _, t in decode(said)] if isinstance(said, dict) else import_containers(said)
+    containers = [get() for _, get in decode(said)] if isinstance(said, dict) else import_containers(said)
     ack = receiver.apply(containers)
     del containers
     sums = ws.fingerprint(dict(live.state_dict()))

@@ -64,17 +64,26 @@ def discover(
 
 
 def _storages(live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Live tensors as flat views of what they span, each storage span once."""
-    seen, out = set(), []
+    """Live tensors as flat views of what they span, every element once: engines keep views of a parameter
+    (the halves of ``kv_b_proj``) as parameters of their own."""
+    spans: dict[tuple, list] = {}
     for name, tensor in live.items():
         tensor = tensor.detach()
         if tensor.numel() == 0 or tensor.device.type == "meta" or not tensor.is_floating_point():
             continue
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        key = (tensor.data_ptr(), span, tensor.dtype)
-        if key not in seen:
-            seen.add(key)
-            out.append((name, tensor.as_strided((span,), (1,), tensor.storage_offset())))
+        begin, key = tensor.storage_offset(), (tensor.untyped_storage().data_ptr(), tensor.dtype)
+        spans.setdefault(key, []).append((begin, begin + span, name, tensor))
+    out = []
+    for parts in spans.values():
+        parts.sort(key=lambda part: (part[0], -part[1]))
+        begin, end, name, tensor = parts[0]
+        for a, b, other, view in [*parts[1:], (math.inf, 0, None, None)]:
+            if a < end:
+                end = max(end, b)
+                continue
+            out.append((name, tensor.as_strided((end - begin,), (1,), begin)))
+            begin, end, name, tensor = a, b, other, view
     return out
 
 

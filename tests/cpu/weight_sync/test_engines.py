@@ -87,6 +87,24 @@ def test_index_needs_several_digits():
     )
 
 
+def test_views_of_a_parameter_count_once():
+    """Latent attention in vLLM keeps the two halves of kv_b_proj, turned, as parameters of their own."""
+    tensors = {
+        "kv_b_proj.weight": torch.randn(10, 3).bfloat16(),
+        "o_proj.weight": torch.randn(3, 5).bfloat16(),
+    }
+    both, own = torch.zeros(10, 3).bfloat16(), torch.zeros(3, 5).bfloat16()
+    live = {"W_UK_T": both[:5].t(), "kv_b_proj": both, "W_UV": both[5:], "o_proj": own, "turned": own.t()}
+    targets = discover(
+        table_of(tensors), live, lambda ws: [(both if t.shape == (10, 3) else own).copy_(t) for _, t in ws]
+    )
+    assert [len(target.pieces) for target in targets.values()] == [1, 1]
+    for name, target in targets.items():
+        for flat, box in target.pieces:
+            box.copy_to_local(tensors[name], flat)
+    assert torch.equal(both, tensors["kv_b_proj.weight"]) and torch.equal(own, tensors["o_proj.weight"])
+
+
 # ---- what cannot be reached is refused by name -------------------------------------------------------------
 
 
