@@ -305,12 +305,16 @@ def broken(owner, name, error, after=0):
 
 def failing(groups):
     """Something breaks on one rank at a time; what each rank is told, and that the next sync is whole."""
+    import functools
+
     import torch.distributed as dist
 
     from megatron.core.param_export import changed, exporter, publisher
     from megatron.weight_sync import LocalTransport, ModuleReceiver, Update
 
-    with parallel(**groups):
+    with parallel(**groups), pytest.MonkeyPatch.context() as patch:
+        # Many buckets: a rank that stops in the middle of them leaves the others waiting.
+        patch.setattr(publisher, "export", functools.partial(publisher.export, bucket_bytes=4096))
         rank = dist.get_rank()
         module = engine(small_shape())
         transport = LocalTransport({"engine": ModuleReceiver(module)}) if rank == 0 else None
