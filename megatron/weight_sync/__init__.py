@@ -25,8 +25,9 @@ from megatron.weight_sync.errors import (
 from megatron.weight_sync.fingerprints import add, all_reduce, fingerprint, fingerprint_boxes, total
 from megatron.weight_sync.payload import Payload
 from megatron.weight_sync.receiver import ModuleReceiver, Peers, Receiver, Target
-from megatron.weight_sync.sender import Ack, Sender, Update
+from megatron.weight_sync.sender import Ack, Sender
 from megatron.weight_sync.session import LocalTransport, SyncReport, Transport, synchronise
+from megatron.weight_sync.update import Update
 
 __all__ = [
     "Ack",

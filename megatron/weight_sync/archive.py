@@ -14,7 +14,7 @@ from megatron.weight_sync.errors import CorruptPayload, MissingVersion, WeightSy
 from megatron.weight_sync.fingerprints import fingerprint, total
 from megatron.weight_sync.payload import Payload, read_bucket, read_manifest
 from megatron.weight_sync.receiver import Receiver, Target, whole_box
-from megatron.weight_sync.transport.directory import Directory, Entry, way
+from megatron.weight_sync.transport.directory import Directory, Stored, way
 
 
 class TensorReceiver(Receiver):
@@ -50,21 +50,21 @@ def materialise(where, version: int | None = None, lineage: int | None = None) -
         WeightSyncError: a payload on the way is damaged.
     """
     directory = Directory(where)
-    entries = directory.entries()
-    if not entries:
+    payloads = directory.payloads()
+    if not payloads:
         raise MissingVersion(f"there are no payloads in {where}")
-    lineage = entries[-1].lineage if lineage is None else lineage
-    current = [entry for entry in entries if entry.lineage == lineage]
+    lineage = payloads[-1].lineage if lineage is None else lineage
+    current = [stored for stored in payloads if stored.lineage == lineage]
     path = way(current, None, version)
     if not path:
         raise MissingVersion(f"no anchor and deltas lead to version {version} of lineage {lineage}")
     receiver = TensorReceiver(directory.read(path[0]))
-    for entry in path[1:]:
-        receiver.apply(directory.read(entry))
+    for stored in path[1:]:
+        receiver.apply(directory.read(stored))
     return receiver.tensors, receiver.version
 
 
-def verify(where) -> Iterator[tuple[Entry, str | None]]:
+def verify(where) -> Iterator[tuple[Stored, str | None]]:
     """Every payload with what is wrong with it (None: nothing).
 
     A payload is read, its digests and checksums checked, applied to the weights that an anchor and the deltas
@@ -72,18 +72,18 @@ def verify(where) -> Iterator[tuple[Entry, str | None]]:
     """
     directory = Directory(where)
     receivers: dict[tuple[int, int], Receiver] = {}
-    for entry in directory.entries():
+    for stored in directory.payloads():
         try:
-            payload = directory.read(entry)
+            payload = directory.read(stored)
             manifest = read_manifest(payload.manifest)
             if (manifest.lineage, manifest.version, manifest.base) != (
-                entry.lineage,
-                entry.version,
-                entry.base,
+                stored.lineage,
+                stored.version,
+                stored.base,
             ):
                 raise CorruptPayload("the folder's name and the manifest disagree")
-            reached = receivers.get((entry.lineage, entry.version))
-            if entry.base is None:
+            reached = receivers.get((stored.lineage, stored.version))
+            if stored.base is None:
                 receiver = TensorReceiver(payload)
                 if reached is not None and fingerprint(reached.tensors) != fingerprint(receiver.tensors):
                     raise CorruptPayload("anchor and deltas do not make the same weights")
@@ -95,16 +95,16 @@ def verify(where) -> Iterator[tuple[Entry, str | None]]:
                 if manifest.fingerprint != total(fingerprint(receiver.tensors)):
                     raise CorruptPayload("two payloads of one version do not lead to the same weights")
             else:
-                held = [v for l, v in receivers if l == entry.lineage and entry.base[0] <= v <= entry.base[1]]
+                held = [v for lineage, v in receivers if lineage == stored.lineage and stored.leads_on(v)]
                 if not held:
-                    raise MissingVersion(f"no version from {entry.base[0]} to {entry.base[1]} can be built")
-                receiver = receivers[entry.lineage, max(held)]
+                    raise MissingVersion(f"no version from {stored.base[0]} to {stored.base[1]} can be built")
+                receiver = receivers[stored.lineage, max(held)]
                 receiver.apply(payload)
             # Deltas go on from the newest weights only: a walk holds one model, and one more at an anchor.
-            receivers = {(entry.lineage, entry.version): receiver}
-            yield entry, None
+            receivers = {(stored.lineage, stored.version): receiver}
+            yield stored, None
         except (WeightSyncError, FileNotFoundError) as error:
-            yield entry, f"{type(error).__name__}: {error}"
+            yield stored, f"{type(error).__name__}: {error}"
 
 
 def describe(path: str | Path) -> list[str]:
@@ -112,12 +112,12 @@ def describe(path: str | Path) -> list[str]:
     if Path(path).is_file():
         return _describe_container(Path(path))
     lines = []
-    for entry in Directory(path).entries(complete=False):
-        kind = "anchor" if entry.base is None else f"delta from {entry.base[0]}-{entry.base[1]}"
-        whole = any(name.endswith("/manifest.safetensors") for name in entry.files)
+    for stored in Directory(path).payloads(complete=False):
+        kind = "anchor" if stored.base is None else f"delta from {stored.base[0]}-{stored.base[1]}"
+        whole = any(name.endswith("/manifest.safetensors") for name in stored.files)
         lines.append(
-            f"lineage {entry.lineage} version {entry.version}: {kind}, {len(entry.files)} files, "
-            f"{entry.nbytes} bytes" + ("" if whole else ", no manifest: unfinished")
+            f"lineage {stored.lineage} version {stored.version}: {kind}, {len(stored.files)} files, "
+            f"{stored.nbytes} bytes" + ("" if whole else ", no manifest: unfinished")
         )
     return lines or [f"no payloads in {path}"]
 

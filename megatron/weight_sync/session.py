@@ -14,14 +14,16 @@ import torch
 from megatron.weight_sync.errors import SyncFailed
 from megatron.weight_sync.payload import Payload
 from megatron.weight_sync.receiver import Receiver
-from megatron.weight_sync.sender import Ack, Sender, Update
+from megatron.weight_sync.sender import Ack, Sender
+from megatron.weight_sync.update import Update
 
 logger = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
     """How payloads reach receivers. Errors are returned, not raised: one dead receiver must not hide the
-    others."""
+    others. One that keeps payloads may have ``anchor_due(lineage, version)``, too: whether it wants this
+    version whole."""
 
     def deliver(self, payload: Payload, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
         """Hand the payload to these receivers and collect what they say."""
@@ -147,6 +149,9 @@ def synchronise(
             payload = _encode(sender, fill, report, dense=True, again=True)
             failures = _deliver(sender, transport, payload, again, report)
             report.healed += [name for name in again if name not in failures]
+    anchor_due = getattr(transport, "anchor_due", None)
+    if anchor_due is not None and not report.dense_bytes and anchor_due(sender.lineage, sender.version):
+        _deliver(sender, transport, _encode(sender, fill, report, dense=True, again=True), [], report)
     if failures:
         text = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failures.items())
         raise SyncFailed(

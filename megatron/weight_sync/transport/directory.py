@@ -29,7 +29,7 @@ _FOLDER = re.compile(r"l(\d{20})/v(\d{12})-(?:(dense)|delta-(\d+)-(\d+))")
 
 
 @dataclass(frozen=True)
-class Entry:
+class Stored:
     """A complete payload in a store: ``base`` is None for an anchor."""
 
     folder: str
@@ -39,6 +39,11 @@ class Entry:
     nbytes: int
     files: tuple[str, ...]
 
+    def leads_on(self, held: int) -> bool:
+        """Whether a receiver at version ``held`` (negative: at none) can apply it and is then further."""
+        fits = self.base is None or self.base[0] <= held <= self.base[1]
+        return fits and held < self.version
+
 
 class Directory:
     """The store's content as payloads."""
@@ -46,7 +51,7 @@ class Directory:
     def __init__(self, where):
         self.store = where if hasattr(where, "put") else open_store(where)
 
-    def entries(self, *, complete: bool = True) -> list[Entry]:
+    def payloads(self, *, complete: bool = True) -> list[Stored]:
         """Payloads, oldest first, the anchor of a version after the deltas to it. With ``complete=False``
         also those whose manifest is not there."""
         folders: dict[str, list[tuple[str, int]]] = {}
@@ -62,13 +67,13 @@ class Directory:
                 continue
             base = None if found[3] else (int(found[4]), int(found[5]))
             names = tuple(sorted(path for path, _ in files))
-            out.append(Entry(folder, int(found[1]), int(found[2]), base, sum(n for _, n in files), names))
+            out.append(Stored(folder, int(found[1]), int(found[2]), base, sum(n for _, n in files), names))
         return sorted(out, key=lambda e: (e.lineage, e.version, e.base is None, e.folder))
 
-    def read(self, entry: Entry) -> Payload:
+    def read(self, stored: Stored) -> Payload:
         """Raises CorruptPayload or IncompletePayload for damaged files, FileNotFoundError for collected
         ones."""
-        return Payload.from_bytes(self.store.get(path) for path in entry.files)
+        return Payload.from_bytes(self.store.get(path) for path in stored.files)
 
     def answer(self, receiver_id: str) -> Ack | Exception | None:
         """What a receiver said last; None if it never did."""
@@ -84,33 +89,33 @@ class Directory:
         return sorted(names)
 
 
-def way(entries: Iterable[Entry], held: int | None, goal: int | None = None) -> list[Entry] | None:
+def way(payloads: Iterable[Stored], held: int | None, goal: int | None = None) -> list[Stored] | None:
     """The payloads of one lineage that lead from ``held`` (None: nothing) to ``goal`` (None: the newest
     version), fewest bytes in all; None if there is no way. Deltas and anchors are edges of a graph of
     versions."""
-    entries = list(entries)
+    payloads = list(payloads)
     if goal is None:
-        goal = max((entry.version for entry in entries), default=None)
+        goal = max((stored.version for stored in payloads), default=None)
     if goal is None:
         return None
     start = -1 if held is None else held
     if start == goal:
         return []
     best: dict[int, int] = {start: 0}
-    queue: list[tuple[int, int, tuple[Entry, ...]]] = [(0, start, ())]
+    queue: list[tuple[int, int, tuple[Stored, ...]]] = [(0, start, ())]
     while queue:
         cost, at, path = heapq.heappop(queue)
         if at == goal:
             return list(path)
         if cost > best[at]:
             continue
-        for entry in entries:
-            if entry.version <= at or (entry.base is not None and not entry.base[0] <= at <= entry.base[1]):
+        for stored in payloads:
+            if not stored.leads_on(at):
                 continue
-            total = cost + entry.nbytes
-            if total < best.get(entry.version, total + 1):
-                best[entry.version] = total
-                heapq.heappush(queue, (total, entry.version, (*path, entry)))
+            total = cost + stored.nbytes
+            if total < best.get(stored.version, total + 1):
+                best[stored.version] = total
+                heapq.heappush(queue, (total, stored.version, (*path, stored)))
     return None
 
 
@@ -138,9 +143,8 @@ class DirectoryTransport(Directory):
         return folder
 
     def anchor_due(self, lineage: int, version: int) -> bool:
-        """Whether the sender should publish ``version`` as an anchor too (``begin(dense=True,
-        again=True)``)."""
-        anchors = [e.version for e in self.entries() if e.lineage == lineage and e.base is None]
+        """Whether ``version`` should be published as an anchor too; :func:`synchronise` asks and does."""
+        anchors = [e.version for e in self.payloads() if e.lineage == lineage and e.base is None]
         return not anchors or version - max(anchors) >= self.anchor_every
 
     def deliver(self, payload: Payload, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
@@ -149,6 +153,8 @@ class DirectoryTransport(Directory):
         try:
             self.publish(payload, manifest.lineage)
         except Exception as error:
+            if not names:
+                raise
             return dict.fromkeys(names, error)
         return self._wait(names, (manifest.lineage, manifest.version))
 
@@ -187,15 +193,15 @@ class DirectoryTransport(Directory):
             receivers: whose answers count; by default everyone who ever answered. Leave out those that are
                 gone.
         """
-        entries = self.entries()
-        anchored = [e.lineage for e in entries if e.base is None]
+        payloads = self.payloads()
+        anchored = [e.lineage for e in payloads if e.base is None]
         if not anchored:
             return []
         lineage = max(anchored)
-        current = [e for e in entries if e.lineage == lineage]
+        current = [e for e in payloads if e.lineage == lineage]
         anchor = max(e.version for e in current if e.base is None)
         keep = {e.folder for e in current if e.version > anchor or (e.version == anchor and e.base is None)}
-        keep |= {e.folder for e in entries if e.lineage > lineage}
+        keep |= {e.folder for e in payloads if e.lineage > lineage}
         for name in self.receivers() if receivers is None else receivers:
             answer = self.answer(name)
             if isinstance(answer, Ack) and answer.lineage == lineage and answer.version is not None:
@@ -204,12 +210,12 @@ class DirectoryTransport(Directory):
         # rest.
         newest = (lineage, max(e.version for e in current))
         gone = []
-        for entry in self.entries(complete=False):
-            if entry.folder in keep or (entry.lineage, entry.version) > newest:
+        for stored in self.payloads(complete=False):
+            if stored.folder in keep or (stored.lineage, stored.version) > newest:
                 continue
-            for path in sorted(entry.files, key=lambda p: not p.endswith("/manifest.safetensors")):
+            for path in sorted(stored.files, key=lambda p: not p.endswith("/manifest.safetensors")):
                 self.store.delete(path)
-            gone.append(entry.folder)
+            gone.append(stored.folder)
         return gone
 
 
@@ -239,17 +245,17 @@ class DirectoryReceiver(Directory):
                 path = self._path(bad)
                 if not path:
                     break
-                entry = path[0]
+                stored = path[0]
                 try:
-                    payload = self.read(entry)
+                    payload = self.read(stored)
                 except FileNotFoundError:
-                    bad[entry.folder] = CorruptPayload(f"{entry.folder} was collected while being read")
+                    bad[stored.folder] = CorruptPayload(f"{stored.folder} was collected while being read")
                     continue
                 try:
                     self.receiver.apply(payload)
                     applied += 1
                 except WeightSyncError as error:
-                    bad[entry.folder] = error
+                    bad[stored.folder] = error
         except WeightSyncError as error:
             self.store.put(_answer_path(self.receiver_id), answers.encode(error))
             raise
@@ -257,16 +263,16 @@ class DirectoryReceiver(Directory):
             self.store.put(_answer_path(self.receiver_id), answers.encode(self.receiver.status()))
         return applied
 
-    def _path(self, bad: dict[str, WeightSyncError]) -> list[Entry] | None:
+    def _path(self, bad: dict[str, WeightSyncError]) -> list[Stored] | None:
         """What to apply next; raises the last error when it leaves no way to a version newer than the held
         one."""
-        entries = self.entries()
+        payloads = self.payloads()
         receiver = self.receiver
         held, behind = None if receiver.poisoned else receiver.version, False
-        for lineage in sorted({e.lineage for e in entries}, reverse=True):
+        for lineage in sorted({e.lineage for e in payloads}, reverse=True):
             if receiver.lineage is not None and lineage < receiver.lineage:
                 break
-            current = [e for e in entries if e.lineage == lineage]
+            current = [e for e in payloads if e.lineage == lineage]
             start = held if lineage == receiver.lineage else None
             goals = sorted({e.version for e in current}, reverse=True)
             usable = [e for e in current if e.folder not in bad]

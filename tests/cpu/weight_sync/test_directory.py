@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron import weight_sync as ws
 from megatron.weight_sync import __main__ as cli
-from megatron.weight_sync.transport.directory import DirectoryReceiver, DirectoryTransport, Entry, way
+from megatron.weight_sync.transport.directory import DirectoryReceiver, DirectoryTransport, Stored, way
 from megatron.weight_sync.transport.store import LocalStore, open_store
 
 NAMES = ("w", "v")
@@ -93,12 +93,12 @@ def test_follow_from_any_version(where):
 
 
 def test_cheapest_way():
-    def entry(version, base, nbytes):
-        return Entry(f"v{version}-{base}", 1, version, base, nbytes, ())
+    def stored(version, base, nbytes):
+        return Stored(f"v{version}-{base}", 1, version, base, nbytes, ())
 
-    chain = [entry(1, None, 100), *(entry(v, (v - 1, v - 1), 10) for v in range(2, 20))]
-    anchor = entry(15, None, 100)
-    union = entry(19, (4, 18), 30)
+    chain = [stored(1, None, 100), *(stored(v, (v - 1, v - 1), 10) for v in range(2, 20))]
+    anchor = stored(15, None, 100)
+    union = stored(19, (4, 18), 30)
     assert [e.version for e in way(chain, 16)] == [17, 18, 19]
     assert way([*chain, anchor], None)[0] is anchor
     assert [e.version for e in way([*chain, anchor, union], None)] == [15, 19]
@@ -190,9 +190,9 @@ def test_later_lineage_takes_over(where):
 
 
 def cheapest_ways(trainer, followers):
-    entries = trainer.transport.entries()
+    payloads = trainer.transport.payloads()
     held = [follower.receiver.version for _, follower in followers]
-    return [[e.folder for e in way(entries, version)] for version in held if version is not None]
+    return [[e.folder for e in way(payloads, version)] for version in held if version is not None]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -227,7 +227,7 @@ def test_garbage_collection_breaks_no_chain(where, seed):
     for _, follower in followers:
         follower.poll()
     trainer.transport.collect_garbage()
-    kept = trainer.transport.entries()
+    kept = trainer.transport.payloads()
     assert [(e.version, e.base) for e in kept] == [(trainer.sender.version, None)]
 
 
@@ -240,7 +240,7 @@ def test_collection_keeps_the_way_of_a_slow_receiver(tmp_path):
         trainer.publish()
     trainer.publish(dense=True)
     trainer.publish()
-    versions = lambda: [(e.version, e.base is None) for e in trainer.transport.entries()]  # noqa: E731
+    versions = lambda: [(e.version, e.base is None) for e in trainer.transport.payloads()]  # noqa: E731
     trainer.transport.collect_garbage()
     assert (6, False) in versions() and (5, True) in versions()
     assert slow.poll() > 0
@@ -276,6 +276,44 @@ def test_through_synchronise(tmp_path):
     trainer.transport.publish, trainer.transport.timeout = publish, 0.0
     trainer.sender.invalidate()
     with pytest.raises(ws.SyncFailed, match="no answer for version 2"):
+        ws.synchronise(trainer.sender, trainer.transport, fill)
+
+
+def test_anchors_through_synchronise(tmp_path):
+    """Deltas, and every third version an anchor; a payload that cannot be written is not passed over in
+    silence."""
+    trainer = Trainer(tmp_path)
+    trainer.transport.anchor_every = 3
+    module, follower = reader(tmp_path)
+    trainer.sender.register("r")
+    publish = trainer.transport.publish
+    trainer.transport.publish = lambda *a: (publish(*a), follower.poll())
+    old = {}
+
+    def fill(update):
+        for name, tensor in trainer.weights.items():
+            if update.dense:
+                update.add_dense(name, tensor)
+            else:
+                index = (tensor != old[name]).view(-1).nonzero().view(-1)
+                update.add_delta(name, index, tensor.view(-1)[index], tensor.shape)
+        return ws.fingerprint(trainer.weights)
+
+    for step in range(7):
+        old = {n: t.clone() for n, t in trainer.weights.items()}
+        trainer.weights["v"][step] += 1
+        report = ws.synchronise(trainer.sender, trainer.transport, fill)
+        assert report.changed == (1 if step else 78) and holds(module, trainer.weights)
+    kinds = [(stored.version, stored.base is None) for stored in trainer.transport.payloads()]
+    anchored = {1, 4, 7}
+    assert kinds == sorted([(v, False) for v in range(2, 8)] + [(v, True) for v in anchored])
+
+    def full(*_):
+        raise OSError("disk full")
+
+    trainer.transport.store.put = full
+    trainer.sender.drop("r")
+    with pytest.raises(OSError, match="disk full"):
         ws.synchronise(trainer.sender, trainer.transport, fill)
 
 
