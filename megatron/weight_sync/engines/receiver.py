@@ -12,7 +12,7 @@ from megatron.weight_sync.engines.probe import Load, discover
 from megatron.weight_sync.errors import UnsupportedLayout, WrongBase
 from megatron.weight_sync.fingerprints import fingerprint
 from megatron.weight_sync.payload import Payload, Record, read_bucket, read_manifest
-from megatron.weight_sync.receiver import Peers, Receiver
+from megatron.weight_sync.receiver import Peers, Receiver, Target
 from megatron.weight_sync.sender import Ack
 
 Live = Mapping[str, torch.Tensor]
@@ -91,16 +91,15 @@ class EngineReceiver(Receiver):
         records = self._together(lambda: self._read_all(payload))
         self.version = None  # from here on the live weights are no version
         try:
-            self._together(lambda: self._probe(records))
-            self._bind(self._found, _groups(self._found))
+            found = self._together(lambda: self._probe(records))
+            self._bind(found, _groups(found))
             self._compare(records)
             return super().apply(payload)
-        except Exception:
+        except Exception as error:
             # The live weights are patterns now, or half-way.
             self._bind({}, None)
             self.poisoned = False
-            self._recover(_pairs(records))
-            self._after_writing()
+            self._take_unsynchronised(records, error)
             raise
 
     def _in_place(self) -> bool:
@@ -117,11 +116,22 @@ class EngineReceiver(Receiver):
         refuse_quantised(self._live())
         return [record for data in payload.buckets for record in read_bucket(data, manifest)]
 
-    def _probe(self, records: list[Record]) -> None:
+    def _probe(self, records: list[Record]) -> dict[str, Target]:
         table = {record.name: (record.shape, record.dtype) for record in records}
         live = self._live()
-        self._found = discover(table, live, self._load, self._batch_elements)
+        found = discover(table, live, self._load, self._batch_elements)
         self._places = _places(live)
+        return found
+
+    def _take_unsynchronised(self, records: list[Record], error: Exception) -> None:
+        try:
+            self._recover(_pairs(records))
+            self._after_writing()
+        except Exception as second:
+            raise UnsupportedLayout(
+                f"{error}; and the engine, which could not load the payload by itself either, is left "
+                f"without usable weights: {type(second).__name__}: {second}"
+            ) from error
 
     def _compare(self, records: list[Record]) -> None:
         """Does the mapping still hold after all that the engine does to weights once they are loaded?"""

@@ -87,7 +87,7 @@ def serve(model: torch.nn.Module, update_info: dict, vllm_config=None, device=No
         vllm_config: the worker's; None only for a model that vLLM did not build.
         device: where payloads go; None leaves them where they are.
     """
-    group, rank = _group()
+    group, rank = _group(vllm_config)
     named = decode(update_info)
     if device is not None:
         named = [(name, functools.partial(_open_on, device, get)) for name, get in named]
@@ -144,12 +144,17 @@ def _derive(model: torch.nn.Module, vllm_config) -> None:
             module.process_weights_after_loading(vllm_config.model_config.dtype)
 
 
-def _group():
-    """(gloo group of all ranks of this engine or None, this rank)."""
+def _group(vllm_config):
+    """(gloo group of the ranks that hold one model together or None, this rank among all ranks of the
+    engine). Data-parallel replicas of a model without experts have a group each, and every one of them gets
+    every call."""
     from vllm.distributed.parallel_state import get_world_group
 
     world = get_world_group()
-    return (world.cpu_group if world.world_size > 1 else None), world.rank_in_group
+    rank = world.rank_in_group
+    if vllm_config is not None and world.world_size == vllm_config.parallel_config.world_size:
+        rank += vllm_config.parallel_config.data_parallel_index * world.world_size
+    return (world.cpu_group if world.world_size > 1 else None), rank
 
 
 class WorkerExtension:

@@ -66,6 +66,26 @@ MODELS = {
     "qwen3_moe_blocks": MOE,
     "latent": LATENT_ATTENTION,
 }
+PACKED_4_BIT = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64},
+}
+QUANTISED = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
+    "packed": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": PACKED_4_BIT},
+        "ignore": ["lm_head"],
+    },
+    "fp8_blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]},
+    "fp8_online": None,
+}
+MODELS |= {
+    case: MODELS["qwen3"] | ({"quantization_config": settings} if settings else {})
+    for case, settings in QUANTISED.items()
+}
 
 
 def checkpoint(case, seed):
@@ -130,6 +150,8 @@ class Vllm:
         from megatron.weight_sync.engines import vllm as adapter
 
         self.adapter, self.with_config = adapter, c.set_current_vllm_config
+        if case in QUANTISED:
+            self._quantised()
         if "moe" in case:
             self._kernels_for("FLASHINFER_CUTLASS" if "reordered" in case else "TRITON")
         self.config = c.VllmConfig(
@@ -140,6 +162,7 @@ class Vllm:
                 dtype="bfloat16",
                 enforce_eager=True,
                 max_model_len=64,
+                quantization="fp8_per_tensor" if case == "fp8_online" else None,
             ),
             device_config=c.DeviceConfig(device="cpu"),
             parallel_config=c.ParallelConfig(
@@ -153,7 +176,7 @@ class Vllm:
         with self.with_config(self.config):
             init_distributed_environment(size, rank, address, rank, "gloo")
             initialize_model_parallel(size, backend="gloo")
-        self.model = self.fresh(checkpoint(case, 7))
+        self.model = self.fresh(checkpoint(case, 7), load=case not in QUANTISED or case == "fp8_online")
         adapter.register(), adapter.register()
         self.worker = worker = Worker.__new__(Worker)
         worker.vllm_config, worker.device, worker.rank = self.config, torch.device("cpu"), rank
@@ -165,6 +188,24 @@ class Vllm:
             self.config.weight_transfer_config, self.config, worker.device, self.model
         )
         worker.init_weight_transfer_engine({})
+
+    @staticmethod
+    def _quantised():
+        """A GPU that has fp8; the operator in plain torch; no kernels."""
+        import vllm._custom_ops
+        from vllm.model_executor.layers.quantization import fp8
+        from vllm.platforms.cpu import CpuPlatform
+        from vllm.platforms.interface import DeviceCapability
+
+        def scaled_fp8_quant(x, scale=None, *args, **options):
+            scale = (x.abs().max().float() / 448).reshape(1) if scale is None else scale
+            return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+        vllm._custom_ops.scaled_fp8_quant = scaled_fp8_quant
+        fp8.init_fp8_linear_kernel = lambda *args, **options: types.SimpleNamespace()
+        CpuPlatform.supported_quantization = []
+        CpuPlatform.supports_fp8 = classmethod(lambda cls: True)
+        CpuPlatform.get_device_capability = classmethod(lambda cls, *args, **options: DeviceCapability(9, 0))
 
     @staticmethod
     def _kernels_for(backend):
@@ -187,7 +228,8 @@ class Vllm:
         method.UnquantizedFusedMoEMethod._init_moe_kernel = no_kernel
         method.UnquantizedFusedMoEMethod.process_weights_after_loading = process
 
-    def fresh(self, tensors):
+    def fresh(self, tensors, load=True):
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
         from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
         self.config.compilation_config.static_forward_context.clear()
@@ -195,8 +237,12 @@ class Vllm:
         torch.set_default_dtype(torch.bfloat16)
         model = initialize_model(self.config)
         torch.set_default_dtype(torch.float32)
+        if not load:
+            return model
         with self.with_config(self.config):
             model.load_weights(tensors.items())
+            if self.config.quant_config is not None:
+                finalize_layerwise_processing(model, self.config.model_config)
             process_weights_after_loading(model, self.config.model_config, torch.device("cpu"))
         return model
 
@@ -378,7 +424,8 @@ def follow(engine, case, rank, size, syncs=3):
                 engine.send([(n, torch.frombuffer(bytearray(b), dtype=torch.uint8)) for n, b in box[0]])
             except ws.WeightSyncError:
                 pass
-        report["differ"] += same(engine.model, engine.fresh(tensors))
+        if case not in QUANTISED:
+            report["differ"] += same(engine.model, engine.fresh(tensors))
         stop = [report["error"]]
         torch.distributed.broadcast_object_list(stop)
         if stop[0]:

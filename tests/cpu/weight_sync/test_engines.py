@@ -249,6 +249,22 @@ def test_replaced_parameters_are_noticed_and_found_anew():
     assert torch.equal(before, held)  # what is no parameter any more is left alone
 
 
+def test_an_engine_that_cannot_be_left_with_the_payload_says_so():
+    engine = models.Engine(processed="swapped")
+
+    def reload(weights):
+        if engine.reloads:
+            raise KeyError("gone")
+        reload_of(engine)(weights)
+
+    receiver = probed_receiver(engine, reload=reload)
+    with pytest.raises(
+        ws.UnsupportedLayout, match=r"after loading them .*; and the engine, .*KeyError: 'gone'"
+    ):
+        receiver.apply(dense(ws.Sender("m", lineage=1), models.checkpoint(10)))
+    assert receiver.version is None and not receiver.probed
+
+
 def test_status_notices_replaced_parameters():
     engine, sender = models.Engine(processed="replaced"), ws.Sender("m", lineage=1)
     receiver = probed_receiver(engine)
@@ -492,9 +508,9 @@ def fake_sglang(monkeypatch, eplb=False):
     )
 
 
-def vllm_config(eplb=False):
+def vllm_config(eplb=False, replica=0, size=1):
     return types.SimpleNamespace(
-        parallel_config=types.SimpleNamespace(enable_eplb=eplb),
+        parallel_config=types.SimpleNamespace(enable_eplb=eplb, data_parallel_index=replica, world_size=size),
         model_config=types.SimpleNamespace(dtype=torch.bfloat16),
     )
 
@@ -608,6 +624,17 @@ def test_vllm_worker_extension(monkeypatch, mailbox):
     answer = sync_through(transport, engine, models.checkpoint(9, tied=True))
     assert isinstance(answer, ws.CorruptPayload)
     assert engine.reloads == 1
+
+
+def test_vllm_replicas_answer_for_themselves(monkeypatch, tmp_path):
+    """Replicas of a dense model have a world group each; with experts, one world group spans them."""
+    fake_vllm(monkeypatch)
+    model, box = models.Engine(), calls.Mailbox(str(tmp_path))
+    for replica, size, rank in ((0, 1, 0), (2, 1, 2), (2, 2, 0)):
+        text = json.dumps({"do": "status", "key": f"{replica}{size}", "mailbox": box.where}).encode()
+        call = [(calls.CALL, torch.frombuffer(bytearray(text), dtype=torch.uint8))]
+        vllm.serve(model, vllm.encode(call), vllm_config(replica=replica, size=size))
+        assert box.read(f"{replica}{size}/{rank}", 0.0) is not None
 
 
 def test_vllm_weights_reordered_after_loading_are_refused(monkeypatch):

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -90,3 +91,19 @@ def test_real_engine_that_reorders_experts_is_refused(engine):
     assert "changes weights after loading them" in report["error"]
     assert "model.layers.0.mlp.experts.0.gate_proj.weight" in report["error"]
     assert report["differ"] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "first"),
+    [
+        ("gptq", r"qkv_proj\.qweight \(torch\.int32\)"),
+        ("awq", r"qkv_proj\.qweight \(torch\.int32\)"),
+        ("packed", r"qkv_proj\.weight_packed \(torch\.int32\)"),
+        ("fp8_blocks", r"qkv_proj\.weight \(torch\.float8_e4m3fn\)"),
+        ("fp8_online", r"qkv_proj\.weight \(torch\.float8_e4m3fn\)"),
+    ],
+)
+def test_real_quantised_models_are_refused(case, first):
+    (report,) = run("vllm", case)
+    text = r"UnsupportedLayout: quantised weights are not supported yet: \['model\.layers\.0\.self_attn\."
+    assert re.search(text + first, report["error"]), report["error"]
