@@ -597,6 +597,25 @@ def test_sglang_tensors_are_pickled_plainly_with_megatron_core_there():
     assert a[0] == "a" and a[1].tolist() == [2, 3, 4, 5, 6] and b[1].numel() == 0
 
 
+@pytest.mark.parametrize("put_back", [True, False])
+def test_sglang_weights_that_no_session_puts_back_are_refused(monkeypatch, put_back):
+    """Interleaved gate and up are not restored at the begin of an update; blocks of FlashInfer are."""
+    fake_sglang(monkeypatch)
+    if not put_back:
+        monkeypatch.setattr(models.Engine, "restore", lambda self: None)
+    engine, loaded = models.Engine(processed="interleaved"), models.Engine(processed="interleaved")
+    tensors = models.checkpoint(13)
+    receiver, payload = sglang.make_receiver(engine), dense(ws.Sender("m", lineage=1), tensors)
+    if put_back:
+        assert receiver.apply(payload).version == 1
+    else:
+        with pytest.raises(ws.UnsupportedLayout, match=r"0\.mlp\.gate_proj\.weight.*\(4 in all\)"):
+            receiver.apply(payload)
+    engine.process()  # the session's end
+    reload_of(loaded)(tensors.items())
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), loaded.parameters(), strict=True))
+
+
 def test_engines_that_move_experts_are_refused(monkeypatch):
     fake_sglang(monkeypatch, eplb=True)
     with pytest.raises(ws.UnsupportedLayout, match="--enable-eplb"):
