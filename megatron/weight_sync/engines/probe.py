@@ -53,14 +53,20 @@ def discover(
     targets: dict[str, Target] = {}
     for names in _batches(table, batch_elements):
         found = _probe(names, table, storages, load)
-        # In a batch the last writer of shared storage wins; look at what seems to be nowhere on its own.
-        for name in names:
-            if len(names) > 1 and not found[name] and math.prod(table[name][0]):
-                found |= _probe([name], table, storages, load)
+        # Of names that share storage the last writer wins: look again at those that seem to be nowhere, until
+        # that finds nothing more. What is then left is on other ranks, or in no live tensor.
+        seen, lost = names, _lost(names, found, table)
+        while lost and len(lost) < len(seen):
+            found |= _probe(lost, table, storages, load)
+            seen, lost = lost, _lost(lost, found, table)
         for name in names:
             shape, dtype = table[name]
             targets[name] = Target(shape, dtype, tuple(found[name]))
     return targets
+
+
+def _lost(names: list[str], found: Mapping[str, list], table: Table) -> list[str]:
+    return [name for name in names if not found[name] and math.prod(table[name][0])]
 
 
 def _storages(live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
@@ -117,6 +123,12 @@ def _digits(values: torch.Tensor) -> torch.Tensor:
     return torch.where((digit >= 0) & (digit < _BASE), digit, -1)
 
 
+def _is(values: torch.Tensor, digit: int) -> torch.Tensor:
+    """Where live values are the pattern of one digit; needs one byte for each."""
+    bits = digit + _FIRST
+    return bits_of(values) == (bits << 16 if values.dtype == torch.float32 else bits)
+
+
 def _constant(names: list[str], table: Table, digit: int, device) -> Iterator[tuple[str, torch.Tensor]]:
     one = torch.tensor([digit])
     for name in names:
@@ -155,7 +167,8 @@ def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[to
     which = _read_number(load, names, reached, len(names), own_id, table, device)
     where = _read_number(load, names, reached, largest, own_index, table, device)
     found: dict[str, list[tuple[torch.Tensor, Box]]] = {name: [] for name in names}
-    for (live_name, flat, position), tensor_id, index in zip(reached, which, where, strict=True):
+    for (live_name, flat, live_position), tensor_id, index in zip(reached, which, where, strict=True):
+        position = live_position.cpu().numpy()
         for k in np.unique(tensor_id):
             name = names[k] if 0 <= k < len(names) else None
             if name is None:
@@ -176,20 +189,20 @@ def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[to
     return found
 
 
-def _reached(names, table, storages, load, device) -> list[tuple[str, torch.Tensor, np.ndarray]]:
+def _reached(
+    names, table: Table, storages, load: Load, device
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Live elements that take one constant after the other: (live name, flat live tensor, positions)."""
     first, second = 1, _BASE - 2
-    candidates = []
+    candidates, out = [], []
     _run(load, _constant(names, table, first, device), names)
     for name, flat in storages:
-        hit = _digits(flat) == first if flat.element_size() in (2, 4) else torch.zeros_like(flat, dtype=bool)
-        if bool(hit.any()):
-            candidates.append((name, flat, hit))
+        position = _is(flat, first).nonzero().view(-1) if flat.element_size() in (2, 4) else flat[:0]
+        if len(position):
+            candidates.append((name, flat, position))
     _run(load, _constant(names, table, second, device), names)
-    out = []
-    for name, flat, hit in candidates:
-        hit &= _digits(flat) == second
-        position = hit.nonzero().view(-1).cpu().numpy()
+    for name, flat, position in candidates:
+        position = position[_is(flat.index_select(0, position), second)]
         if len(position):
             out.append((name, flat, position))
     return out
@@ -212,7 +225,7 @@ def _read_number(load, names, reached, limit: int, digits, table, device) -> lis
 
         _run(load, tensors(), names)
         for k, (_, flat, position) in enumerate(reached):
-            digit = _digits(flat).cpu().numpy()[position]
+            digit = _digits(flat.index_select(0, position)).cpu().numpy()
             spoilt[k] |= digit < 0
             totals[k] += digit * scale
         scale *= _BASE

@@ -73,6 +73,30 @@ def test_other_dtypes(dtype):
     assert all(torch.equal(a, b) for a, b in zip(probed.parameters(), loaded.parameters(), strict=True))
 
 
+def test_tensors_of_other_ranks_cost_one_more_look():
+    """As with expert parallelism, where a rank holds few of the names; not a look for each."""
+    tensors = {f"experts.{e}": torch.randn(3, 2).bfloat16() for e in range(40)}
+    live, passes = torch.zeros(2, 3, 2).bfloat16(), []
+
+    def load(pairs):
+        pairs = dict(pairs)
+        passes.append(len(pairs))
+        for e in range(2):
+            if f"experts.{5 + e}" in pairs:
+                live[e].copy_(pairs[f"experts.{5 + e}"])
+
+    targets = discover(table_of(tensors), {"w": live}, load)
+    assert [n for n, target in targets.items() if target.pieces] == ["experts.5", "experts.6"]
+    assert len(passes) == 8 and passes[-1] == 38
+
+
+def test_three_names_of_one_parameter_are_all_found():
+    live = torch.zeros(5, 3).bfloat16()
+    tensors = {n: torch.randn(5, 3).bfloat16() for n in "abc"}
+    targets = discover(table_of(tensors), {"w": live}, lambda ws: [live.copy_(t) for _, t in ws])
+    assert [len(target.pieces) for target in targets.values()] == [1, 1, 1]
+
+
 def test_index_needs_several_digits():
     """More elements than one 14-bit digit counts, in a shape that is cut by columns."""
     tensors = {"w": torch.randn(300, 200).bfloat16()}
