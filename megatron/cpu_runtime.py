@@ -10,7 +10,9 @@ exists for the quickstart and the tests; nothing else in this package changes an
 
 Limits: one thread per process runs Megatron (the redirection of ``device='cuda'`` is thread-local);
 ``batch_p2p_comm=False`` is needed for pipelines, because gloo has no batched sends on one tag; timing events
-and memory figures read zero.
+and memory figures read zero. gloo drops a message whose ``isend`` handle is gone before its receiver asks for
+it: keep handles until they are waited for, and leave ``overlap_p2p_comm_warmup_flush`` off in forward-only
+runs, whose schedule lets go of its last one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Tries and packed batches against a naive trie of tuples."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.tree_training import Trajectory, TreeBatch
+from megatron.core.tree_training import Trajectory, TreeBatch, plan_micro_batches, trie
 
 PROMPT = [5, 1, 2, 6]
 
@@ -98,6 +100,31 @@ def test_thousands_of_roots():
     assert batch.tree_metadata.max_position == 2
     assert (batch.source_T.view(-1, 3) == torch.arange(9000).view(-1, 3) - 1)[:, 1:].all()
     assert (batch.source_T.view(-1, 3)[:, 0] == -1).all()
+
+
+@pytest.mark.parametrize("count, length", [(32, 4096), (128, 2048)])
+def test_memory_is_a_small_multiple_of_the_tokens(count, length):
+    """Peak bytes for each token, which is 8 bytes itself, whatever the number of trajectories."""
+    rng = np.random.default_rng(count)
+    prompts = rng.integers(0, 151936, (count // 8, length // 8))
+    given = [
+        Trajectory(
+            np.r_[prompts[i // 8], rng.integers(0, 151936, length - length // 8)], np.arange(length) > 99
+        )
+        for i in range(count)
+    ]
+
+    def peak(run):
+        tracemalloc.start()
+        run()
+        found = tracemalloc.get_traced_memory()[1] / (count * length)
+        tracemalloc.stop()
+        return found
+
+    assert peak(lambda: trie.PrefixOrder.of([t.tokens for t in given])) < 6
+    assert peak(lambda: plan_micro_batches(given, 4 * length)) < 16
+    # One micro-batch of everything; a plan makes its micro-batches one by one.
+    assert peak(lambda: TreeBatch.from_trajectories(given)) < 125
 
 
 def test_known_tree():

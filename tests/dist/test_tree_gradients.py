@@ -109,15 +109,15 @@ INTERLEAVED = {
 }
 
 
-@pytest.mark.parametrize("case", INTERLEAVED)
-def test_virtual_pipeline(world, case):
+@pytest.mark.parametrize("case, name", [*((case, "gqa") for case in INTERLEAVED), ("recompute", "moe")])
+def test_virtual_pipeline(world, case, name):
     stages, plan, model = INTERLEAVED[case]
-    layers = {"num_layers": 2 * stages}
+    layers = {**MODELS[name]["model"], "num_layers": 2 * stages}
     want = world(1, step, {}, layers, **ONE_BY_ONE)
     groups = dict(pp=stages, vpp=2)
     got = world(stages, step, groups, {**layers, **model}, micro_batch_multiple=stages, **plan, timeout=90)
     error, where = difference(got, want)
-    assert error < 1e-10, where
+    assert error < TOLERANCE[name], where
     # The first stage runs all forward passes before any backward pass; the last one does not.
     assert {count for *_, count in got} == {2 if "warm-up" in case or "one" in case else 4}
 
@@ -168,6 +168,7 @@ ROUTER_LAYOUTS = {
     "ep2": (2, dict(ep=2), {}),
     "tp2-pp2-sp": (4, dict(tp=2, pp=2), dict(sequence_parallel=True, **LENGTHS)),
     "pp2-full-recompute": (2, dict(pp=2), {**LENGTHS, **FULL}),
+    "pp2-vpp2": (2, dict(pp=2, vpp=2), dict(num_layers=4, **LENGTHS)),
 }
 
 
