@@ -299,6 +299,8 @@ class TestSource:
         cfg.context_parallel_size = 2
         with pytest.raises(TreeUnsupportedError, match=r"context_parallel_size=2\): set context_parallel"):
             rpi.model_position_ids(model(cfg), None, pack(), HIDDEN)
+        with pytest.raises(TreeUnsupportedError, match=r"not supported with context parallelism \("):
+            rpi.layer_position_ids(cfg, pack(), HIDDEN)  # the layers of MLA
 
     def test_layer_ids_cover_the_pack(self):
         assert rpi.layer_position_ids(config(), pack(), HIDDEN) is TREE_IDS_T

@@ -98,6 +98,11 @@ def test_configuration_is_refused_by_the_attention_layer(single, name):
         attention._run_core_attention(q, kv, kv, None, packed_seq_params=METADATA.packed_seq_params())
 
 
+def test_refusals_are_of_one_kind():
+    """Caught as what a caller did, like a malformed pack, or as a missing capability."""
+    assert issubclass(TreeUnsupportedError, ValueError) and issubclass(TreeUnsupportedError, RuntimeError)
+
+
 def test_what_is_not_refused(single):
     """Dropout outside training, and CUDA graphs that leave attention out."""
     model = build()
