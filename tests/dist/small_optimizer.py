@@ -54,7 +54,7 @@ def build(
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, bucket_size=bucket_size, grad_reduce_in_fp32=True, **dict(ddp)
     )
-    module, layout = Weights(transformer, dtype, **weights), None
+    module, layout = Weights(transformer, dtype, **weights).cuda(), None  # the CPU, under cpu_runtime
     if layer_wise_layout:
         tag_params_for_buffer_routing([module])
         trained = [param for param in module.parameters() if param.requires_grad]
