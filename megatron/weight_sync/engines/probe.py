@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import numpy as np
 import torch
 
 from megatron.weight_sync.boxes import Box
@@ -43,7 +42,7 @@ def discover(
         live: the engine's parameters and persistent buffers. Tensors that share storage may be listed twice.
         load: the engine's own loader: called with (name, full tensor) pairs, any subset of the names at a
             time.
-        batch_elements: how many checkpoint elements are probed at a time; about 32 bytes of host memory each.
+        batch_elements: how many checkpoint elements are probed at a time; about 64 bytes of host memory each.
 
     Raises:
         UnsupportedLayout: for a tensor whose live form is not boxes of its own dtype. Tensors that this rank
@@ -129,6 +128,12 @@ def _is(values: torch.Tensor, digit: int) -> torch.Tensor:
     return bits_of(values) == (bits << 16 if values.dtype == torch.float32 else bits)
 
 
+def _where(flat: torch.Tensor, digit: int, step: int = 1 << 24) -> torch.Tensor:
+    """Positions of one digit's pattern, in host memory; little of the engine's device is used at a time."""
+    parts = [_is(part, digit).nonzero().view(-1).cpu() + k * step for k, part in enumerate(flat.split(step))]
+    return torch.cat(parts)
+
+
 def _constant(names: list[str], table: Table, digit: int, device) -> Iterator[tuple[str, torch.Tensor]]:
     one = torch.tensor([digit])
     for name in names:
@@ -167,9 +172,9 @@ def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[to
     which = _read_number(load, names, reached, len(names), own_id, table, device)
     where = _read_number(load, names, reached, largest, own_index, table, device)
     found: dict[str, list[tuple[torch.Tensor, Box]]] = {name: [] for name in names}
-    for (live_name, flat, live_position), tensor_id, index in zip(reached, which, where, strict=True):
-        position = live_position.cpu().numpy()
-        for k in np.unique(tensor_id):
+    for (live_name, flat, position), tensor_id, index in zip(reached, which, where, strict=True):
+        ids = (tensor_id.clamp(-1, len(names)) + 1).bincount().nonzero().view(-1) - 1
+        for k in ids.tolist():
             name = names[k] if 0 <= k < len(names) else None
             if name is None:
                 raise UnsupportedLayout(f"{live_name}: its values are not copies of checkpoint values")
@@ -192,28 +197,29 @@ def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[to
 def _reached(
     names, table: Table, storages, load: Load, device
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Live elements that take one constant after the other: (live name, flat live tensor, positions)."""
+    """Live elements that take one constant after the other: (live name, flat live tensor, positions in host
+    memory, rising)."""
     first, second = 1, _BASE - 2
     candidates, out = [], []
     _run(load, _constant(names, table, first, device), names)
     for name, flat in storages:
-        position = _is(flat, first).nonzero().view(-1) if flat.element_size() in (2, 4) else flat[:0]
+        position = _where(flat, first) if flat.element_size() in (2, 4) else ()
         if len(position):
             candidates.append((name, flat, position))
     _run(load, _constant(names, table, second, device), names)
     for name, flat, position in candidates:
-        position = position[_is(flat.index_select(0, position), second)]
+        position = position[_is(flat.cpu().index_select(0, position), second)]
         if len(position):
             out.append((name, flat, position))
     return out
 
 
-def _read_number(load, names, reached, limit: int, digits, table, device) -> list[np.ndarray]:
+def _read_number(load, names, reached, limit: int, digits, table, device) -> list[torch.Tensor]:
     """Send a number below ``limit`` with every element, digit by digit, and read it back at ``reached``; -1
     where what arrives is no digit. ``digits(place of the tensor in names, its elements, scale)`` gives the
     digits."""
-    totals = [np.zeros(len(position), dtype=np.int64) for _, _, position in reached]
-    spoilt = [np.zeros(len(position), dtype=bool) for _, _, position in reached]
+    totals = [torch.zeros_like(position) for _, _, position in reached]
+    spoilt = [torch.zeros_like(position, dtype=torch.bool) for _, _, position in reached]
     scale = 1
     while scale < limit:
 
@@ -225,7 +231,7 @@ def _read_number(load, names, reached, limit: int, digits, table, device) -> lis
 
         _run(load, tensors(), names)
         for k, (_, flat, position) in enumerate(reached):
-            digit = _digits(flat.index_select(0, position)).cpu().numpy()
+            digit = _digits(flat.cpu().index_select(0, position))
             spoilt[k] |= digit < 0
             totals[k] += digit * scale
         scale *= _BASE
@@ -237,7 +243,7 @@ def _read_number(load, names, reached, limit: int, digits, table, device) -> lis
 # ---- fitting -----------------------------------------------------------------------------------------------
 
 
-def fit(name: str, position: np.ndarray, index: np.ndarray, limit: int = _MAX_BOXES) -> list[Box] | None:
+def fit(name: str, position: torch.Tensor, index: torch.Tensor, limit: int = _MAX_BOXES) -> list[Box] | None:
     """Boxes that map live ``position`` (rising) to checkpoint ``index``, or None if it takes more than
     ``limit``."""
     boxes: list[Box] = []
@@ -251,7 +257,7 @@ def fit(name: str, position: np.ndarray, index: np.ndarray, limit: int = _MAX_BO
     return boxes
 
 
-def _longest_nest(position: np.ndarray, index: np.ndarray):
+def _longest_nest(position: torch.Tensor, index: torch.Tensor):
     """(sizes, local strides, full strides), outermost first, of the longest affine loop nest that starts
     here.
 
@@ -274,11 +280,11 @@ def _longest_nest(position: np.ndarray, index: np.ndarray):
     return tuple(sizes[::-1]), tuple(a for a, _ in strides[::-1]), tuple(b for _, b in strides[::-1])
 
 
-def _repeats(position: np.ndarray, index: np.ndarray, block: int, step: tuple[int, int]) -> int:
+def _repeats(position: torch.Tensor, index: torch.Tensor, block: int, step: tuple[int, int]) -> int:
     """How often the first ``block`` pairs are there one after the other, each time shifted by ``step``."""
     whole = len(position) // block * block
-    times = np.arange(whole // block)[:, None]
-    p, f = position[:whole].reshape(-1, block), index[:whole].reshape(-1, block)
-    good = (p == p[0] + times * step[0]).all(axis=1) & (f == f[0] + times * step[1]).all(axis=1)
-    bad = np.flatnonzero(~good)
+    times = torch.arange(whole // block, device=position.device)[:, None]
+    p, f = position[:whole].view(-1, block), index[:whole].view(-1, block)
+    good = ((p == p[0] + times * step[0]) & (f == f[0] + times * step[1])).all(dim=1)
+    bad = (~good).nonzero()
     return int(bad[0]) if len(bad) else len(good)

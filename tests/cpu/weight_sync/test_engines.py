@@ -366,7 +366,7 @@ def test_fit_finds_nests_and_few_boxes(seed):
         full = rng.permutation(np.cumprod([1, *(n[:0:-1] + 1)])[::-1])
         parts.append((p0 + (grid.T * local).sum(1), f0 + (grid.T * full).sum(1)))
         p0, f0 = parts[-1][0].max() + 1 + rng.integers(0, 3), parts[-1][1].max() + 1 + rng.integers(0, 9)
-    position, index = (np.concatenate(x) for x in zip(*parts, strict=True))
+    position, index = (torch.from_numpy(np.concatenate(x)) for x in zip(*parts, strict=True))
     boxes = fit("w", position, index)
     assert pairs(boxes) == dict(zip(position.tolist(), index.tolist(), strict=True))
     if len(parts) == 1:
@@ -374,8 +374,8 @@ def test_fit_finds_nests_and_few_boxes(seed):
 
 
 def test_fit_gives_up_on_disorder():
-    order = np.random.default_rng(1).permutation(3000)
-    assert fit("w", np.arange(3000), order) is None and fit("w", np.arange(0), np.arange(0)) == []
+    order = torch.randperm(3000, generator=torch.Generator().manual_seed(1))
+    assert fit("w", torch.arange(3000), order) is None and fit("w", order[:0], order[:0]) == []
 
 
 # ---- payloads into an engine -------------------------------------------------------------------------------
