@@ -439,6 +439,7 @@ def test_whole_tensors_are_complete_while_the_parameter_gather_is_deferred(world
 
 def _past_two_to_the_31():
     """Indices of a tensor of 2^31 + 96 elements that occupies two bytes: its strides are zero."""
+    from megatron.core.optimizer.sparse_diff.bitmask import Bitmask
     from megatron.core.optimizer.sparse_diff.gather import gather
     from megatron.core.optimizer.sparse_diff.shards import HookedShard
 
@@ -448,6 +449,7 @@ def _past_two_to_the_31():
     shard = HookedShard(tensor, edges[rank], edges[rank + 1])
     changed = torch.zeros(shard.numel, dtype=torch.bool)
     changed[[0, 33, shard.numel - 1]] = True
+    [shard.bits] = Bitmask.zeros([shard.numel], "cpu")
     shard.bits._mark(0, changed)
     [changes], _ = gather(["long"], [tensor], [shard], dist.group.WORLD)
     return changes.indices.tolist(), changes.values.tolist()

@@ -41,6 +41,7 @@ from .context import (
     sparse_diff_context,
     sparse_state,
 )
+from .shards import copies_together
 
 if TYPE_CHECKING:
     from .diff import SparseDiff
@@ -49,6 +50,7 @@ __all__ = [
     "SparseManager",
     "SparseState",
     "attach",
+    "copies_together",
     "copy_with_sparse_diff",
     "init_sparse_manager",
     "note_model_reload",

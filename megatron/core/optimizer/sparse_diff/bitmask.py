@@ -45,7 +45,7 @@ def expand(
         there; and the 0-dim integer `probes` as numbers.
     """
     read = torch.stack([probe.to(torch.int64) for probe in probes]) if probes else torch.empty(0)
-    devices = {mask.store.device.type for mask in masks}
+    devices = {mask.words.device.type for mask in masks}
     if devices == {"cuda"}:
         from .kernels import expand
 
@@ -56,33 +56,32 @@ def expand(
 
 
 class Bitmask:
-    """Which of `numel` elements changed; `ceil(numel / 32)` words of memory and one canary word.
+    """Which elements of a tensor changed: `words`, int32, one bit for each.
 
-    The canary tells whether the memory still holds what was written, as it may not after an allocator that
-    releases pages (torch_memory_saver) put the process to sleep.
+    The canary, 0-dim int32, is CANARY while the memory holds what was written, as it may not after an
+    allocator that releases pages (torch_memory_saver) put the process to sleep. Masks that were made together
+    are parts of one tensor, and share it.
     """
 
-    def __init__(self, numel: int, device: torch.device | str) -> None:
-        self.numel = numel
-        self.store = torch.zeros(-(-numel // 32) + 1, dtype=torch.int32, device=device)
-        self.store[-1] = CANARY
-        self.words = self.store[:-1]
-        self.bytes = self.words.view(torch.uint8)
+    def __init__(self, words: torch.Tensor, canary: torch.Tensor) -> None:
+        self.words, self.canary = words, canary
+
+    @classmethod
+    def zeros(cls, numels: Sequence[int], device: torch.device | str) -> list["Bitmask"]:
+        """One mask, with no bit set, for each of `numels`."""
+        sizes = [-(-numel // 32) for numel in numels]
+        store = torch.zeros(sum(sizes) + 1, dtype=torch.int32, device=device)
+        store[-1:].fill_(CANARY)
+        *parts, canary = store.split([*sizes, 1])
+        canary = canary[0]
+        return [cls(words, canary) for words in parts]
 
     @property
-    def nbytes(self) -> int:
-        return self.store.nbytes
-
-    @property
-    def canary(self) -> torch.Tensor:
-        """0-dim int32; CANARY while the memory is intact."""
-        return self.store[-1]
+    def bytes(self) -> torch.Tensor:
+        return self.words.view(torch.uint8)
 
     def or_(self, other: "Bitmask") -> None:
         self.words |= other.words
-
-    def zero_(self) -> None:
-        self.words.zero_()
 
     def indices(self) -> torch.Tensor:
         """Set positions, ascending, int64 [count]."""
@@ -94,14 +93,14 @@ class Bitmask:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target.copy_(source)`, setting the bits of the elements of `target` whose bits change.
 
-        Both are flat, of `numel` elements; the conversion of types is that of ``copy_``. On CUDA one kernel.
+        Both are flat, of one size; the conversion of types is that of ``copy_``. On CUDA one kernel.
         """
         if target.device.type == "cuda" and target.element_size() == 2:
             from .kernels import capture  # Triton, which a CPU installation need not have
 
-            capture(target, source.to(target.device, non_blocking=True), self.words)
+            capture([target], [source.to(target.device, non_blocking=True)], [self.words])
             return
-        for start in range(0, self.numel, _CHUNK):
+        for start in range(0, target.numel(), _CHUNK):
             old, new = target[start : start + _CHUNK], source[start : start + _CHUNK]
             new = new.to(device=old.device, dtype=old.dtype)
             self._mark(start, as_bits(old) != as_bits(new))
@@ -109,7 +108,7 @@ class Bitmask:
 
     def compare(self, known: torch.Tensor, current: torch.Tensor) -> None:
         """Set the bits of elements that differ between two flat tensors of integers."""
-        for start in range(0, self.numel, _CHUNK):
+        for start in range(0, known.numel(), _CHUNK):
             self._mark(start, known[start : start + _CHUNK] != current[start : start + _CHUNK])
 
     def _mark(self, start: int, changed: torch.Tensor) -> None:

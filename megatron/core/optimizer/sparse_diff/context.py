@@ -11,6 +11,9 @@ the parameter as ``_sparse_owner``. It has one of two shapes:
 
 * ``before_copy(shard_model)`` and ``after_copy(shard_model, shard_main)``, called around the plain copy;
 * ``copy_captured(shard_model, shard_main, non_blocking)``, which performs the copy itself (one fused kernel).
+
+Ours is of the second shape, and inside a method that is decorated with ``copies_together`` its copies on a
+GPU happen at the end, in one launch.
 """
 
 import importlib
@@ -20,6 +23,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from .shards import copies_together
 
 __all__ = [
     "BUILTIN",
@@ -260,10 +265,11 @@ def note_model_reload(optimizer: Any) -> None:
                     invalidate("reload_model_params")
 
 
+@copies_together
 def copy_with_sparse_diff(
     model_groups: Iterable[Iterable[torch.Tensor]], main_groups: Iterable[Iterable[torch.Tensor]]
 ) -> bool:
-    """Copy groups of main weights to their model parameters one by one if any of them has a manager.
+    """Copy groups of main weights to their model parameters through the hook if any of them has a manager.
 
     Returns:
         False, with nothing copied, where none has: the caller then uses its own multi-tensor copy.

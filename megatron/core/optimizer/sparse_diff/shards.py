@@ -12,7 +12,9 @@ that `clear`, on acknowledgement, forgets what was sealed and nothing else. A se
 is merged into the next.
 """
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ __all__ = [
     "ShadowShard",
     "Shard",
     "ValidatedShard",
+    "copies_together",
     "digest",
     "seal",
 ]
@@ -82,42 +85,49 @@ class Shard:
 
     # The steps of a seal, for many shards at once: see `seal`.
 
-    def probe(self) -> torch.Tensor | None:
-        """A 0-dim integer on the device that the seal has to read."""
-        return None
+    def probes(self) -> tuple[torch.Tensor, ...]:
+        """0-dim integers on the device that the seal has to read."""
+        return ()
 
     def mask(self) -> Bitmask | None:
-        """The changes to be sealed; None where the answer is all or nothing."""
+        """The changes to be sealed; None where there are none, or the answer is all or nothing."""
         return None
 
-    def accept(self, probe: int | None, found: Changes | None) -> None:
-        """What was read: the probe, and the indices into the tensor and values of the mask."""
+    def accept(self, read: Sequence[int], found: Changes) -> None:
+        """What was read: the probes, and the indices into the tensor and values of the mask."""
         self.sealed = self._invalid_sealed = True
 
 
 def seal(shards: Sequence[Shard]) -> list[Changes | None]:
     """Seal `shards`; the changes of each, None for one to be sent whole. The host waits once in all."""
-    probes = [shard.probe() for shard in shards]
-    masks = [shard.mask() for shard in shards]
-    masked = [(m, s) for m, s in zip(masks, shards, strict=True) if m is not None]
-    found, read = expand(
-        [mask for mask, _ in masked],
-        [shard.values() for _, shard in masked],
-        [shard.start for _, shard in masked],
-        [probe for probe in probes if probe is not None],
-    )
-    next_found, next_read = iter(found), iter(read)
+    try:
+        probes = [shard.probes() for shard in shards]
+        distinct = {id(probe): probe for of_shard in probes for probe in of_shard}
+        masks = [shard.mask() for shard in shards]
+        values = [shard.values() for shard in shards]
+        masked = [i for i, mask in enumerate(masks) if mask is not None]
+        found, read = expand(
+            [masks[i] for i in masked],
+            [values[i] for i in masked],
+            [shards[i].start for i in masked],
+            list(distinct.values()),
+        )
+    except BaseException:
+        for shard in shards:  # some have joined their masks, and what they would have read is not known
+            shard.invalidate("a seal failed")
+        raise
+    number = dict(zip(distinct, read, strict=True))
+    of_mask = dict(zip(masked, found, strict=True))
     result: list[Changes | None] = []
-    for shard, probe, mask in zip(shards, probes, masks, strict=True):
-        changes = None if mask is None else Changes(*next(next_found))
-        shard.accept(None if probe is None else next(next_read), changes)
-        if shard.whole:
-            changes = None
-        elif changes is None:
-            values = shard.values()[:0]
-            changes = Changes(torch.empty(0, dtype=torch.int64, device=values.device), values)
-        shard.sealed_count = shard.numel if changes is None else changes.indices.numel()
-        result.append(changes)
+    for i, shard in enumerate(shards):
+        indices, there = of_mask.get(i) or (
+            torch.empty(0, dtype=torch.int64, device=values[i].device),
+            values[i][:0],
+        )
+        changes = Changes(indices, there)
+        shard.accept([number[id(probe)] for probe in probes[i]], changes)
+        result.append(None if shard.whole else changes)
+        shard.sealed_count = shard.numel if shard.whole else indices.numel()
     return result
 
 
@@ -128,47 +138,108 @@ class HookedShard(Shard):
 
     def __init__(self, tensor: torch.Tensor, start: int, end: int) -> None:
         super().__init__(tensor, start, end)
-        self.bits = Bitmask(self.numel, tensor.device)
-        self._pending: Bitmask | None = None
+        self.bits: Bitmask | None = None
+        """Changes since the last seal, from the first copy on."""
+        self.sealed_bits: Bitmask | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.bits.nbytes + (self._pending.nbytes if self._pending is not None else 0)
+        masks = (self.bits is not None) + (self.sealed_bits is not None)
+        return max(1, masks) * 4 * (-(-self.numel // 32) + 1)
 
     def copy_captured(self, shard_model: torch.Tensor, shard_main: torch.Tensor, non_blocking: bool) -> None:
-        """The copy that `sparse_diff_context` yields."""
+        """The copy that `sparse_diff_context` yields; inside `copies_together`, it may happen at its end."""
         if shard_model.numel() != self.numel:
             raise RuntimeError(
                 f"sparse diff: a copy of {shard_model.numel()} elements into a shard of {self.numel}; "
                 "the optimizer was rebuilt after attach, attach again"
             )
-        if self.sealed and self._pending is None:
-            self._pending, self.bits = self.bits, Bitmask(self.numel, self.tensor.device)
-        self.bits.copy(shard_model.view(-1), shard_main.view(-1))
+        if not _together.ask(self, shard_model, shard_main):
+            if self.bits is None:
+                [self.bits] = Bitmask.zeros([self.numel], shard_model.device)
+            self.bits.copy(shard_model.view(-1), shard_main.view(-1))
 
-    def probe(self) -> torch.Tensor:
-        if self._pending is not None:
-            self.bits.or_(self._pending)
-            # the canary of either tells of both: one allocator holds them
-            self.bits.store[-1:] &= self._pending.store[-1:]
-            self._pending = None
-        return self.bits.canary
+    def probes(self) -> tuple[torch.Tensor, ...]:
+        masks = [mask for mask in (self.bits, self.sealed_bits) if mask is not None]
+        if len(masks) == 2:
+            self.bits.or_(self.sealed_bits)
+        if masks:
+            self.sealed_bits, self.bits = masks[0], None
+        return tuple(mask.canary for mask in masks)
 
     def mask(self) -> Bitmask | None:
-        return None if self.whole else self.bits
+        return None if self.whole else self.sealed_bits
 
-    def accept(self, probe: int | None, found: Changes | None) -> None:
-        if probe != CANARY:
+    def accept(self, read: Sequence[int], found: Changes) -> None:
+        if any(canary != CANARY for canary in read):
             self.invalidate("the memory of its bitmask was lost")
-            self.bits = Bitmask(self.numel, self.tensor.device)
-        super().accept(probe, found)
+            self.sealed_bits = None
+        super().accept(read, found)
 
     def clear(self) -> None:
-        if self._pending is not None:
-            self._pending = None
-        else:
-            self.bits.zero_()
+        if not self.sealed:
+            self.bits = None
+        self.sealed_bits = None
         super().clear()
+
+
+class _Together(threading.local):
+    """Copies that were asked for inside `copies_together` and have not happened yet."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.asked: dict[HookedShard, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def ask(self, shard: HookedShard, model: torch.Tensor, main: torch.Tensor) -> bool:
+        """Whether the copy will happen later; False where it has to happen now."""
+        if not self.depth:
+            return False
+        if shard in self.asked:
+            self.copy()  # in the order in which they were asked for
+        fits = self.fits(model) and self.fits(main) and model.element_size() == 2
+        if fits:
+            self.asked[shard] = model, main
+        return fits
+
+    @staticmethod
+    def fits(values: torch.Tensor) -> bool:
+        return values.device.type == "cuda" and values.is_contiguous() and values.dtype in _TOGETHER
+
+    def copy(self) -> None:
+        if not self.asked:
+            return
+        asked, self.asked = self.asked, {}
+        from .kernels import capture  # Triton, which a CPU installation need not have
+
+        models, mains = zip(*asked.values(), strict=True)
+        fresh = [shard for shard in asked if shard.bits is None]
+        if fresh:
+            masks = Bitmask.zeros([shard.numel for shard in fresh], models[0].device)
+            for shard, mask in zip(fresh, masks, strict=True):
+                shard.bits = mask
+        capture(models, mains, [shard.bits.words for shard in asked])
+
+
+_TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
+_together = _Together()
+
+
+def copies_together(method: Callable) -> Callable:
+    """Decorate a method that makes many copies through `sparse_diff_context`: those into hooked shards on a
+    GPU happen together, in one launch, and have been queued on the current stream when the method returns or
+    raises. It must not read between its copies what they write. Other copies happen where they are called.
+    """
+
+    @functools.wraps(method)
+    def copying(*args, **kwargs):
+        _together.depth += 1
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _together.depth -= 1
+            _together.copy()
+
+    return copying
 
 
 class ValidatedShard(HookedShard):
@@ -187,8 +258,8 @@ class ValidatedShard(HookedShard):
     def nbytes(self) -> int:
         return super().nbytes + self._known.nbytes
 
-    def accept(self, probe: int | None, found: Changes | None) -> None:
-        super().accept(probe, found)
+    def accept(self, read: Sequence[int], found: Changes) -> None:
+        super().accept(read, found)
         self._found = Changes(self._places(), self.values().clone()) if self.whole else found
         missed = self._known != as_bits(self.values())
         missed[self._found.indices - self.start] = False
@@ -230,23 +301,23 @@ class ShadowShard(Shard):
     def invalidate(self, reason: str) -> None:
         """Nothing to do: the comparison sees replaced values like any other."""
 
-    def probe(self) -> torch.Tensor:
+    def probes(self) -> tuple[torch.Tensor, ...]:
         if self.tensor.dtype != self._dtype:  # routers keep expert_bias in fp32 from their first forward on
             super().invalidate(f"its type changed from {self._dtype} to {self.tensor.dtype}")
             self._take()
-        return self._store[-8:].view(torch.int64)[0]
+        return (self._store[-8:].view(torch.int64)[0],)
 
     def mask(self) -> Bitmask:
-        mask = Bitmask(self.numel, self.tensor.device)
+        [mask] = Bitmask.zeros([self.numel], self.tensor.device)
         mask.compare(self._known, as_bits(self.values()))
         return mask
 
-    def accept(self, probe: int | None, found: Changes | None) -> None:
-        if probe != CANARY:
+    def accept(self, read: Sequence[int], found: Changes) -> None:
+        if read[0] != CANARY:
             super().invalidate("the memory of its shadow copy was lost")
             self._take()
         self._found = found
-        super().accept(probe, found)
+        super().accept(read, found)
 
     def clear(self) -> None:
         if not self.sealed:
@@ -295,12 +366,12 @@ class DigestShard(Shard):
     def whole(self) -> bool:
         return self._found != self._known
 
-    def probe(self) -> torch.Tensor:
-        return digest(self.values())
+    def probes(self) -> tuple[torch.Tensor, ...]:
+        return (digest(self.values()),)
 
-    def accept(self, probe: int | None, found: Changes | None) -> None:
-        self._found = probe
-        super().accept(probe, found)
+    def accept(self, read: Sequence[int], found: Changes) -> None:
+        [self._found] = read
+        super().accept(read, found)
 
     def clear(self) -> None:
         if not self.sealed:
