@@ -104,7 +104,7 @@ def one_tensor(rows, numel, share):
     probe = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
     before = model.clone()
-    kernels.capture(model, mains[1], words)
+    kernels.capture([model], [mains[1]], [words])
     [(indices, values)], _ = kernels.expand([words], [model], [0], probe)
     expected = (before.view(torch.int16) != mains[1].bfloat16().view(torch.int16)).nonzero().view(-1)
     if not (torch.equal(indices, expected) and torch.equal(values, model[indices])):
@@ -126,7 +126,7 @@ def one_tensor(rows, numel, share):
     for name, skip in STORES.items():
 
         def work(i, skip=skip):
-            kernels.capture(model, mains[i % 2], words, skip)
+            kernels.capture([model], [mains[i % 2]], [words], skip)
 
         taken = median_ms(work, lambda i: words.zero_())
         limit = least_bytes(changed / numel, skip) / 6
@@ -137,7 +137,7 @@ def one_tensor(rows, numel, share):
 
     def refill(i):
         words.zero_()
-        kernels.capture(model, mains[i % 2], words)
+        kernels.capture([model], [mains[i % 2]], [words])
 
     refill(0), refill(1)
     # words twice, indices and values written, a 32-byte sector read per value at most
@@ -145,7 +145,7 @@ def one_tensor(rows, numel, share):
     rows.add(case, "expand (with values)", median_ms(expand), "ms", plain)
 
     def capture_and_expand(i):
-        kernels.capture(model, mains[i % 2], words)
+        kernels.capture([model], [mains[i % 2]], [words])
         expand(i)
 
     both = median_ms(capture_and_expand, lambda i: words.zero_())
@@ -317,7 +317,7 @@ def sweep(numel):
             for name, skip in STORES.items():
 
                 def work(i, how=(skip, tile, warps)):
-                    kernels.capture(model, mains[i % 2], words, *how)
+                    kernels.capture([model], [mains[i % 2]], [words], *how)
 
                 taken = median_ms(work, lambda i: words.zero_(), repeats=5)
                 print(f"capture {tile=} {warps=} stores {name}: {taken:.3f} ms, {taken / plain:.3f}x")

@@ -92,7 +92,7 @@ for dtypes in ((torch.bfloat16,), (torch.bfloat16, torch.float32, torch.uint8, t
         for (indices, values), want, model, first in zip(found, expected, models, firsts, strict=True):
             assert indices.dtype == torch.int64 and torch.equal(indices, want + first)
             assert values.dtype == model.dtype and torch.equal(values, model[want])
-        storages = {(values.dtype, values.untyped_storage().data_ptr()) for _, values in found if values.numel()}
+        storages = {(v.dtype, v.untyped_storage().data_ptr()) for _, v in found if v.numel()}
         assert len(storages) == len({dtype for dtype, _ in storages})
 assert kernels.expand([], [], [], torch.tensor([3])) == ([], [3])
 [(indices, values)], _ = kernels.expand([masks[0] * 0], [models[0]], [0], torch.tensor([3]))
