@@ -325,6 +325,16 @@ def sweep(numel):
     for kernels.EXPAND_WORDS in (128, 256, 512, 1024, 2048):
         taken = median_ms(lambda i: kernels.expand([words], [model], [0], probe), repeats=5)
         print(f"expand words={kernels.EXPAND_WORDS}: {taken:.3f} ms, {taken / plain:.3f}x of a copy")
+    kernels.EXPAND_WORDS = 512
+    for share in (0.01, 0.03, 0.06, 0.12, 0.25, 1.0):
+        set_ = torch.rand(words.numel(), 32, generator=gen, device=DEVICE) < share
+        words.copy_(set_.to(torch.int64).mul_(1 << torch.arange(32, device=DEVICE)).sum(1).to(torch.int32))
+        del set_
+        for name, kernels.DENSE_BITS in (("by set bits", 33), ("by elements", 0)):
+            for tile in (1024,) if kernels.DENSE_BITS else (512, 1024, 2048):
+                kernels.DENSE_TILE = tile
+                taken = median_ms(lambda i: kernels.expand([words], [model], [0], probe), repeats=5)
+                print(f"expand {share:.0%} set, {name}, {tile=}: {taken:.3f} ms")
 
 
 def main():

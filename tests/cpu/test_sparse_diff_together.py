@@ -110,6 +110,25 @@ def test_one_allocation_serves_all_that_need_a_mask(launches):
     assert [c.indices.tolist() for c in seal(managers)] == [[23], [4, 23], [5, 23]]
 
 
+def test_the_device_does_not_wait_for_the_last(launches, monkeypatch):
+    monkeypatch.setattr(shards, "_LAUNCH", 70)
+    params, mains, managers = make(5)  # 35, 42, 49, 56 and 63 elements
+    progress = []
+
+    @copies_together
+    def method():
+        for i in range(5):
+            copy_all(params[i : i + 1], mains[i : i + 1])
+            progress.append(sum(up_to_date(params, mains)))
+
+    for _ in range(2):
+        method()
+        assert all(up_to_date(params, mains)) and [len(launch) for launch in launches] == [2, 2, 1]
+        launches.clear()
+    assert progress[:5] == [0, 2, 2, 4, 4]
+    assert [c.indices.tolist() for c in seal(managers)] == [[3], [4], [5], [6], [7]]
+
+
 def test_a_method_that_raises_has_copied_what_was_asked_for(launches):
     params, mains, managers = make()
 
@@ -146,6 +165,7 @@ def test_an_inner_method_has_copied_when_it_returns_and_order_is_kept(launches):
     newer = [main.clone() for main in mains]
     for main in newer:
         main[10] = 50.0
+    newer[2][2] -= 1  # as it was: the first of two copies is known by its bit
 
     @copies_together
     def inner():

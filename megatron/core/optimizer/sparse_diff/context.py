@@ -13,7 +13,7 @@ the parameter as ``_sparse_owner``. It has one of two shapes:
 * ``copy_captured(shard_model, shard_main, non_blocking)``, which performs the copy itself (one fused kernel).
 
 Ours is of the second shape, and inside a method that is decorated with ``copies_together`` its copies on a
-GPU happen at the end, in one launch.
+GPU happen together, in few launches.
 """
 
 import importlib

@@ -189,6 +189,7 @@ class _Together(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.asked: dict[HookedShard, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.elements = 0
 
     def ask(self, shard: HookedShard, model: torch.Tensor, main: torch.Tensor) -> bool:
         """Whether the copy will happen later; False where it has to happen now."""
@@ -199,6 +200,9 @@ class _Together(threading.local):
         fits = self.fits(model) and self.fits(main) and model.element_size() == 2
         if fits:
             self.asked[shard] = model, main
+            self.elements += shard.numel
+            if self.elements >= _LAUNCH:
+                self.copy()
         return fits
 
     @staticmethod
@@ -208,7 +212,7 @@ class _Together(threading.local):
     def copy(self) -> None:
         if not self.asked:
             return
-        asked, self.asked = self.asked, {}
+        asked, self.asked, self.elements = self.asked, {}, 0
         from .kernels import capture  # Triton, which a CPU installation need not have
 
         models, mains = zip(*asked.values(), strict=True)
@@ -220,14 +224,16 @@ class _Together(threading.local):
         capture(models, mains, [shard.bits.words for shard in asked])
 
 
+_LAUNCH = 1 << 27
+"""Elements to a launch: the device works on one while the host collects the next."""
 _TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
 _together = _Together()
 
 
 def copies_together(method: Callable) -> Callable:
     """Decorate a method that makes many copies through `sparse_diff_context`: those into hooked shards on a
-    GPU happen together, in one launch, and have been queued on the current stream when the method returns or
-    raises. It must not read between its copies what they write. Other copies happen where they are called.
+    GPU happen together, in few launches, which have been queued on the current stream when the method returns
+    or raises. It must not read between its copies what they write. Other copies happen where they are called.
     """
 
     @functools.wraps(method)
