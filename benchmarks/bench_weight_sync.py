@@ -5,12 +5,14 @@
 
 Sizes are those of half of Qwen3-8B's layers with its vocabulary, 3.75e9 bf16 elements (7.5 GB). Changes are
 uniform draws, stepped by one unit in the last place in nine of ten cases as bf16 training at small learning
-rates does; and, with `transformers` at hand, what 50 AdamW steps of a small Qwen3 at learning rate 1e-6
-really change. Every payload is applied, and the receiver compared with the sender bit for bit, before
+rates does; and, with `transformers` at hand, what 50 steps of the quickstart at learning rate 1e-6 really
+change. Every payload is applied, and the receiver compared with the sender bit for bit, before
 anything is timed.
 """
 
 import argparse
+import math
+import random
 import statistics
 import sys
 import time
@@ -101,11 +103,27 @@ def entropy(changes):
     return out
 
 
-def encode(sender, changes, table, fingerprint):
+def encode(sender, changes, table, fingerprint, with_old=True):
     update = sender.begin(dense=False)
     for name, (index, value, old) in changes.items():
-        update.add_delta(name, index, value, table[name], old=old)
+        update.add_delta(name, index, value, table[name], old=old if with_old else None)
     return update.finish(fingerprint)
+
+
+def fill_dense(sender, tensors):
+    """A first sync, acknowledged."""
+    sender.register("r")
+    update = sender.begin()
+    for name, tensor in tensors.items():
+        update.add_dense(name, tensor)
+    made = update.finish(ws.fingerprint(tensors))
+    acknowledge(sender, made)
+    return made
+
+
+def acknowledge(sender, made):
+    manifest = payload.read_manifest(made.manifest)
+    sender.acknowledge("r", ws.Ack(sender.model_id, sender.lineage, made.version, manifest.fingerprint))
 
 
 def xor_bytes(changes, tensors, limit=64 << 20):
@@ -147,13 +165,7 @@ def uniform(record, table, device):
         f"{total} elements", "fingerprint", fingerprint_ms(source, device), "ms", limit=bytes_ms(total * 2)
     )
     receiver, sender = ws.ModuleReceiver(live), ws.Sender("bench", lineage=1, exact_base=True)
-    sender.register("r")
-    update = sender.begin()
-    for name, tensor in source.tensors.items():
-        update.add_dense(name, tensor)
-    dense = update.finish(ws.fingerprint(source.tensors))
-    sender.acknowledge("r", receiver.apply(dense))
-    del dense
+    receiver.apply(fill_dense(sender, source.tensors))
     dense_ms = copy_ms(total, device)
     record.add(f"{total} elements", "dense copy on the device", dense_ms, "ms", limit=bytes_ms(total * 4))
     for density in DENSITIES:
@@ -176,6 +188,9 @@ def one_density(record, case, changes, source, receiver, sender, table, device, 
         if encoding == "entropy":
             record.add(case, "entropy over empirical entropy", size / bound, "x", reference=1.10)
         times(record, case, encoding, made, changes, receiver, sender, table, device, dense_ms, fingerprint)
+    withdraw(sender)
+    values = encode(sender, changes, table, fingerprint, with_old=False).nbytes / count
+    record.add(case, "entropy bytes per change without old values", values, "B", reference=6.0)
     record.add(case, "zstd of XOR, bytes per change", xor_bytes(changes, source.tensors), "B", reference=6.0)
     # the last payload is applied: the receiver follows
     sender.acknowledge("r", receiver.apply(made))
@@ -184,12 +199,16 @@ def one_density(record, case, changes, source, receiver, sender, table, device, 
             raise AssertionError(f"{case}: {name} is not the sender's")
 
 
-def times(record, case, encoding, made, changes, receiver, sender, table, device, dense_ms, fingerprint):
-    def again():
-        sender.version -= 1
-        del sender._published[sender.version + 1]
+def withdraw(sender):
+    """Let the sender publish its last version once more."""
+    sender._published.pop(sender.version)
+    sender.version -= 1
 
-    ms = milliseconds(lambda: encode(sender, changes, table, fingerprint), device, again)
+
+def times(record, case, encoding, made, changes, receiver, sender, table, device, dense_ms, fingerprint):
+    ms = milliseconds(
+        lambda: encode(sender, changes, table, fingerprint), device, lambda: withdraw(sender)
+    )
     record.add(case, f"{encoding} encode", ms, "ms", reference=dense_ms, limit=50.0)
     manifest = payload.read_manifest(made.manifest)
     ms = milliseconds(lambda: receiver._verify(made, manifest), device)
@@ -226,61 +245,90 @@ def bytes_ms(nbytes):
 
 
 def training(record, device, count=50):
-    """What AdamW at learning rate 1e-6 changes in the bf16 weights of a small Qwen3, per step."""
+    """What the quickstart's policy changes per step at learning rate 1e-6: patched Megatron, the distributed
+    optimizer with its sparse diff, and the transformers model that samples its answers as the receiver."""
     try:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
+        import transformers  # noqa: F401
     except ImportError:
         print("transformers is not installed: no figures from training")
         return
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).to(device)
-    weights = {n: p.detach().bfloat16() for n, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, betas=(0.9, 0.95))
-    sender, receiver = ws.Sender("training", lineage=1, exact_base=True), Weights({}, device, 1)
-    receiver.tensors = {n: torch.zeros_like(t) for n, t in weights.items()}
-    receiver = ws.ModuleReceiver(receiver)
-    sender.register("r")
-    update = sender.begin()
-    for name, tensor in weights.items():
-        update.add_dense(name, tensor)
-    sender.acknowledge("r", receiver.apply(update.finish(ws.fingerprint(weights))))
-    table = {n: tuple(t.shape) for n, t in weights.items()}
-    densities, sizes = [], {encoding: [] for encoding in codec.ENCODINGS}
-    ratio = []
+    policy, engine, publisher, experience = loop(device)
+    publisher.sync()
+    table = {n: tuple(t.shape) for n, t in engine.state_dict().items()}
+    case = f"{count} steps of the quickstart at 1e-6, {sum(map(math.prod, table.values()))} parameters"
+    ways = {name: ((name,), True) for name in codec.ENCODINGS}
+    ways["entropy without old values"] = ("entropy",), False
+    senders = {}
+    for name, (encodings, _) in ways.items():
+        senders[name] = ws.Sender("training", lineage=1, exact_base=True, encodings=encodings)
+        fill_dense(senders[name], engine.state_dict())
+    densities, sent, ratio, sizes = [], [], [], {name: [] for name in ways}
     for _ in range(count):
-        tokens = torch.randint(0, 512, (8, 64), device=device)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        new = {n: p.detach().bfloat16() for n, p in model.named_parameters()}
+        old = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        policy.step(experience())
+        report = publisher.sync()
+        densities.append(report.density)
+        sent.append((report.delta_bytes + report.dense_bytes) / max(1, report.changed))
         changes = {}
-        for name, tensor in new.items():
-            index = (bits_of(tensor) != bits_of(weights[name])).view(-1).nonzero().view(-1)
+        for name, tensor in engine.state_dict().items():
+            index = (bits_of(tensor) != bits_of(old[name])).view(-1).nonzero().view(-1)
             if len(index):
-                changes[name] = (index, tensor.view(-1)[index], weights[name].view(-1)[index])
-        weights, changed = new, sum(len(index) for index, _, _ in changes.values())
-        densities.append(changed / sum(t.numel() for t in weights.values()))
-        for encoding in codec.ENCODINGS:
-            sender.encodings = (encoding,)
-            made = encode(sender, changes, table, ws.fingerprint(weights))
-            sizes[encoding].append(sum(b.numel() for b in made.buckets) / max(1, changed))
-            if encoding != codec.ENCODINGS[-1]:
-                sender.version -= 1
-                del sender._published[sender.version + 1]
-        data = sum(part.numel() for b in made.buckets for part in container.read(b).entries.values())
-        ratio.append(data / changed / (entropy(changes) / 8))
-        sender.acknowledge("r", receiver.apply(made))
-    case = f"{count} AdamW steps at 1e-6, {sum(t.numel() for t in weights.values())} parameters"
+                changes[name] = (index, tensor.view(-1)[index], old[name].view(-1)[index])
+        changed = sum(len(index) for index, _, _ in changes.values())
+        if changed != report.changed:
+            raise AssertionError(f"{changed} elements differ, the sparse diff says {report.changed}")
+        for name, (_, with_old) in ways.items():
+            made = encode(senders[name], changes, table, ws.fingerprint(engine.state_dict()), with_old)
+            acknowledge(senders[name], made)
+            parts = [container.read(bucket).entries.values() for bucket in made.buckets]
+            sizes[name].append(sum(part.numel() * part.element_size() for p in parts for part in p) / changed)
+            if name == "entropy":
+                ratio.append(sizes[name][-1] / (entropy(changes) / 8))
     record.add(case, "changed per step", float(np.mean(densities)), "of all elements")
-    for encoding in codec.ENCODINGS:
-        record.add(case, f"{encoding} bytes per change", float(np.mean(sizes[encoding])), "B", reference=6.0)
-    record.add(
-        case, "entropy over empirical entropy, header excluded", float(np.mean(ratio)), "x", reference=1.10
-    )
+    mean = float(np.mean(sent))
+    record.add(case, "raw and packed, whole payload, bytes per change", mean, "B", reference=6.0)
+    for name, found in sizes.items():
+        mean = float(np.mean(found))
+        record.add(case, f"{name}, headers excluded, bytes per change", mean, "B", reference=6.0)
+    record.add(case, "entropy over empirical entropy", float(np.mean(ratio)), "x", reference=1.10)
+
+
+def loop(device):
+    """The quickstart's parts in this process: (policy, rollout model, publisher, a step's micro-batches)."""
+    if device == "cpu":
+        import megatron.cpu_runtime
+
+        megatron.cpu_runtime.install()
+    import torch.distributed as dist
+
+    from examples.quickstart import policy, rollout, task
+    from megatron.core import parallel_state
+    from megatron.core.optimizer.sparse_diff import attach
+    from megatron.core.param_export import build_plan
+    from megatron.core.param_export.publisher import Publisher
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tree_training import plan_micro_batches
+
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    rng, shape = random.Random(1), policy.Shape()
+    sizes = task.VOCABULARY, task.PROMPT + task.RESPONSE
+    trainer = policy.Policy(shape, *sizes, 1e-6, torch.device(device))
+    engine = rollout.model(shape, *sizes, device)
+    plan = build_plan(trainer.ddp, engine.config).prove()
+    transport = ws.LocalTransport({"rollout": ws.ModuleReceiver(engine)})
+    publisher = Publisher(plan, attach(trainer.optimizer), transport)
+    publisher.register("rollout")
+
+    def experience():
+        problems = [task.problem(rng) for _ in range(16)]
+        trajectories, _, _ = rollout.collect(engine, problems, 8, 0.01)
+        return list(plan_micro_batches(trajectories, 1024, pad_to_multiple_of=8).micro_batches(0, device))
+
+    return trainer, engine, publisher, experience
 
 
 def main():

@@ -160,14 +160,17 @@ def forward_backward(model, batches: list[TreeBatch]):
 
 
 class Policy:
-    """The bf16 policy with fp32 main weights in Megatron's distributed optimizer."""
+    """The bf16 policy with fp32 main weights in Megatron's distributed optimizer, or, not ``distributed``, in
+    one that every rank has whole."""
 
-    def __init__(self, shape: Shape, vocabulary: int, positions: int, lr: float, device):
+    def __init__(
+        self, shape: Shape, vocabulary: int, positions: int, lr: float, device, distributed: bool = True
+    ):
         self.core = gpt(shape, vocabulary, positions, torch.bfloat16, device)
         config = self.core.config
         self.ddp = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed),
             Float16Module(config, self.core),
         )
         self.ddp.broadcast_params()
@@ -179,7 +182,7 @@ class Policy:
                 adam_beta2=0.95,
                 bf16=True,
                 params_dtype=torch.bfloat16,
-                use_distributed_optimizer=True,
+                use_distributed_optimizer=distributed,
                 clip_grad=1.0,
             ),
             [self.ddp],

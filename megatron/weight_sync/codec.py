@@ -7,7 +7,8 @@ costs no more than one of few large ones, and every step below is one pass over 
 ``raw``      index (int32, or int64 where the group has 2**31 elements or more) and value
 ``packed``   the gaps between indices in a ladder of widths, and value
 ``entropy``  the same gaps, and either the distance in units in the last place from the old value or the new
-             value, split into byte planes and compressed with zstandard
+             value, split into byte planes and compressed into zstandard frames (on a GPU by nvCOMP, if it is
+             installed)
 
 A *ladder* codes unsigned integers: each goes into the first level if it is smaller than that level's largest
 number; otherwise that largest number stands there, and the integer goes on to the next level.
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron.weight_sync import gpu_zstd
 from megatron.weight_sync.errors import CorruptPayload, UnsupportedLayout
 
 ENCODINGS = ("raw", "packed", "entropy")
@@ -238,6 +240,9 @@ def _planes(x: torch.Tensor, width: int) -> list[torch.Tensor]:
 
 
 def _compress(plane: torch.Tensor) -> torch.Tensor:
+    library = gpu_zstd.nvcomp() if plane.is_cuda and plane.numel() else None
+    if library is not None:
+        return gpu_zstd.compress(plane, library, torch.cuda.current_stream(plane.device).cuda_stream)
     squeezed = require_zstandard().ZstdCompressor(level=_ZSTD_LEVEL).compress(plane.cpu().numpy().tobytes())
     return torch.frombuffer(bytearray(squeezed), dtype=torch.uint8)
 
@@ -280,19 +285,19 @@ class _Planes:
         squeezed = data.cpu().numpy().tobytes()
         zstandard = self.zstandard
         try:
-            # The frame's own size decides how much is allocated: look at it first.
-            if zstandard.frame_content_size(squeezed) != size:
+            if not 0 <= zstandard.frame_content_size(squeezed) <= size:
                 raise CorruptPayload(f"plane {self.prefix}{width}.{k} does not hold {size} bytes")
-            plain = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(squeezed) if size else b""
+            plain = torch.empty(size, dtype=torch.uint8)  # whatever further frames state, no more is read
+            frames = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
+                squeezed, read_across_frames=True
+            )
+            held = frames.readinto(memoryview(plain.numpy())) if size else 0
+            beyond = frames.read(1)
         except zstandard.ZstdError as error:
             raise CorruptPayload(f"plane {self.prefix}{width}.{k}: {error}") from None
-        if len(plain) != size:
+        if held != size or beyond:
             raise CorruptPayload(f"plane {self.prefix}{width}.{k} does not hold {size} bytes")
-        return (
-            torch.frombuffer(bytearray(plain), dtype=torch.uint8)
-            if size
-            else torch.empty(0, dtype=torch.uint8)
-        )
+        return plain
 
     def read(self, width: int, count: int) -> torch.Tensor:
         """int64 [count] on the group's device."""

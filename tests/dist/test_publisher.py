@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+import os
 
 import pytest
 
 from tests.dist.world import parallel
 
+FULL = os.environ.get("TEST_FULL") == "1"
 LAYOUTS = [dict(tp=2), dict(pp=2), dict()]
 IDS = ["tp2", "pp2", "dp2"]
 
@@ -20,7 +22,7 @@ def small_shape(layers=2):
 class Trainer:
     """A small Qwen3-shaped policy, its publisher, and random trajectories, the same on every rank."""
 
-    def __init__(self, transport=None, layers=2, seed=3, **options):
+    def __init__(self, transport=None, layers=2, seed=3, shape=None, distributed=True, **options):
         import torch
 
         from examples.quickstart import policy, rollout
@@ -28,10 +30,10 @@ class Trainer:
         from megatron.core.param_export import build_plan
         from megatron.core.param_export.publisher import Publisher
 
-        self.shape = small_shape(layers)
-        self.policy = policy.Policy(self.shape, 32, 64, 1e-6, "cpu")
+        self.shape = shape or small_shape(layers)
+        self.policy = policy.Policy(self.shape, 32, 64, 1e-6, "cpu", distributed)
         self.plan = build_plan(self.policy.ddp, rollout.model(self.shape, 32, 64, "meta").config).prove()
-        self.diff = attach(self.policy.optimizer)
+        self.diff = attach(self.policy.optimizer, model_chunks=[self.policy.ddp])
         self.publisher = Publisher(self.plan, self.diff, transport, **options)
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -393,6 +395,50 @@ def late():
 
 def test_a_late_acknowledgement_forgets_nothing_newer(world):
     assert world(2, late) == [(True, True)] * 2
+
+
+# ---- bf16 training at a small learning rate ----------------------------------------------------------------
+
+
+def bf16_training(groups, distributed, steps):
+    """The quickstart's policy at 1e-6, through the whole optimizer; what every sync sent."""
+    import torch.distributed as dist
+
+    from examples.quickstart import policy
+    from megatron.weight_sync import LocalTransport, ModuleReceiver
+
+    with parallel(**groups):
+        main, shape = dist.get_rank() == 0, policy.Shape()
+        module = engine(shape)
+        transport = LocalTransport({"engine": ModuleReceiver(module)}) if main else None
+        trainer = Trainer(transport, shape=shape, distributed=distributed)
+        trainer.publisher.register("engine")
+        reports = [trainer.publisher.sync()]
+        for _ in range(steps):
+            trainer.step()
+            old = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+            reports.append(trainer.publisher.sync())
+            now = trainer.exported()
+            if main:
+                assert same(module, now)
+                assert reports[-1].changed == sum(int((old[n] != t).sum()) for n, t in now.items())
+        return [(r.density, r.delta_bytes, r.changed, r.dense_bytes) for r in reports]
+
+
+@pytest.mark.parametrize(
+    "groups, distributed", [({}, True), (dict(tp=2), False)], ids=["dp2-distributed", "tp2-whole-optimizer"]
+)
+def test_bf16_training_at_a_small_learning_rate(world, groups, distributed):
+    steps = 50 if FULL else 4
+    reports, other = world(2, bf16_training, groups=groups, distributed=distributed, steps=steps)
+    assert reports == other and len(reports) == steps + 1
+    assert reports[0][0] == 1 and reports[0][1] == 0 and reports[0][3] > 2_000_000
+    for density, nbytes, changed, dense in reports[1:]:
+        assert 0.0005 < density < 0.06 and dense == 0
+        assert nbytes < 6 * changed + 12_000  # names, shapes and fingerprints of 47 tensors
+    density, nbytes = (sum(report[k] for report in reports[1:]) / steps for k in (0, 1))
+    print(f"density {density:.4%}, {nbytes:.0f} of {reports[0][3]} bytes per sync")
+    assert nbytes < reports[0][3] / 10
 
 
 # ---- what travels ------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ class Publisher:
             sends whole weights always.
         transport: how payloads reach receivers; used by :meth:`sync` on the sending rank.
         rank: the sending rank in the plan's group.
-        options: further arguments of :class:`megatron.weight_sync.Sender`, such as ``encodings``.
+        options: further arguments of :class:`megatron.weight_sync.Sender`, such as ``encodings``. With
+            "entropy" new values are coded, not distances: old ones would take a copy of the model.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ def numbers(entry):
 
 
 def plane(entries, name):
-    return zstandard.ZstdDecompressor().decompress(entries[name][1])
+    return zstandard.ZstdDecompressor().stream_reader(entries[name][1], read_across_frames=True).read()
 
 
 def level(entries, prefix, width, count, encoding):

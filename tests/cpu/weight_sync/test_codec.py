@@ -345,6 +345,88 @@ def test_a_frame_of_another_size_is_never_decompressed(monkeypatch):
         codec.decode_group(head, {"gap8.0": plane}, 100, 2, 100)
 
 
+def frames(data, size, stated=True):
+    """Zstandard frames of ``size`` bytes of content each, end to end."""
+    zstandard = pytest.importorskip("zstandard")
+    compressor = zstandard.ZstdCompressor(write_content_size=stated)
+    cut = [compressor.compress(data[k : k + size]) for k in range(0, len(data), size)]
+    return torch.frombuffer(bytearray(b"".join(cut)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 7, 16, 17])
+def test_a_plane_of_several_frames(size):
+    gaps, low, high = bytes(range(17)), bytes(range(17, 34)), bytes(range(100, 117))
+    head = {"encoding": "entropy", "codec": "zstd", "gap": 8, "value": "bits", "count": 17}
+    parts = {"gap8.0": frames(gaps, size), "value16.0": frames(low, 17), "value16.1": frames(high, size)}
+    index, bits, relative = codec.decode_group(head, parts, 1000, 2, 1000)
+    assert index.tolist() == [sum(range(k + 1)) + k for k in range(17)] and not relative
+    assert bits.tolist() == [a + 256 * b for a, b in zip(low, high, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "plane",
+    [
+        lambda: frames(bytes(18), 5),
+        lambda: frames(bytes(16), 5),
+        lambda: frames(bytes(17), 17)[:-1],
+        lambda: frames(bytes(17), 5)[:-3],
+        lambda: torch.cat([frames(bytes(17), 17), frames(bytes(1 << 24), 1 << 24)]),
+        lambda: frames(bytes(17), 17, stated=False),
+        lambda: torch.cat([frames(bytes(17), 9), torch.full((4,), 7, dtype=torch.uint8)]),
+    ],
+    ids=["longer", "shorter", "cut", "cut-later", "bomb-behind", "unstated", "trailing"],
+)
+def test_frames_that_do_not_make_the_plane(plane):
+    head = {"encoding": "entropy", "codec": "zstd", "gap": 8, "value": "bits", "count": 17}
+    parts = {"gap8.0": plane(), "value16.0": frames(bytes(17), 17), "value16.1": frames(bytes(17), 17)}
+    with pytest.raises(ws.CorruptPayload, match=r"gap8\.0"):
+        codec.decode_group(head, parts, 1000, 2, 1000)
+
+
+class NvcompStandIn:
+    """What gpu_zstd uses of nvCOMP's Python module, on the CPU."""
+
+    class BitstreamKind:
+        RAW = object()
+
+    __version__ = "stand-in"
+    stated = True
+
+    @staticmethod
+    def as_arrays(buffer, offsets, sizes, stream):
+        assert buffer.data_ptr() % 16 == 0 and stream == 7 and all(k % 16 == 0 for k in offsets)
+        return [buffer[a : a + n] for a, n in zip(offsets, sizes, strict=True)]
+
+    class Codec:
+        def __init__(self, algorithm, bitstream_kind, cuda_stream):
+            assert (algorithm, bitstream_kind, cuda_stream) == ("zstd", NvcompStandIn.BitstreamKind.RAW, 7)
+
+        def encode(self, batch):
+            return [frames(x.numpy().tobytes(), len(x), NvcompStandIn.stated) for x in batch]
+
+
+@pytest.mark.parametrize("n", [1, 1 << 17, (1 << 17) + 1, 400_001])
+def test_frames_by_nvcomp(n):
+    zstandard = pytest.importorskip("zstandard")
+    from megatron.weight_sync import gpu_zstd
+
+    torch.manual_seed(n)
+    plane = torch.randint(0, 5, (n + 3,), dtype=torch.uint8)[3:]  # at an odd address
+    made = gpu_zstd.compress(plane, NvcompStandIn, 7).numpy().tobytes()
+    assert zstandard.frame_content_size(made) == min(n, 1 << 17)
+    read = zstandard.ZstdDecompressor().stream_reader(made, read_across_frames=True).read()
+    assert read == plane.numpy().tobytes()
+
+
+def test_frames_without_a_stated_size_are_refused(monkeypatch):
+    pytest.importorskip("zstandard")
+    from megatron.weight_sync import gpu_zstd
+
+    monkeypatch.setattr(NvcompStandIn, "stated", False)
+    with pytest.raises(RuntimeError, match=r"nvCOMP stand-in does not state .* leave 'entropy' out"):
+        gpu_zstd.compress(torch.zeros(64, dtype=torch.uint8), NvcompStandIn, 7)
+
+
 @pytest.mark.parametrize("index", [[-1, 3], [2, 10], [3, 3], [4, 2], [1 << 30, 5]], ids=str)
 def test_raw_indices_that_do_not_fit(index):
     parts = {"index": torch.tensor(index, dtype=torch.int32), "value": torch.zeros(2, dtype=torch.int16)}

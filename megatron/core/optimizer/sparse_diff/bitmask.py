@@ -111,6 +111,13 @@ class Bitmask:
         for start in range(0, known.numel(), _CHUNK):
             self._mark(start, known[start : start + _CHUNK] != current[start : start + _CHUNK])
 
+    def set_(self, places: torch.Tensor) -> None:
+        """Set the bits of the elements at `places`, int64."""
+        for start in range(0, self.numel, _CHUNK):
+            chunk = torch.zeros(min(_CHUNK, self.numel - start), dtype=torch.bool, device=places.device)
+            chunk[places[(places >= start) & (places < start + _CHUNK)] - start] = True
+            self._mark(start, chunk)
+
     def _mark(self, start: int, changed: torch.Tensor) -> None:
         spare = -changed.numel() % 8
         if spare:

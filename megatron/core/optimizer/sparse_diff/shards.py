@@ -19,6 +19,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from megatron.weight_sync.fingerprints import tensor_sum
+
 from .bitmask import CANARY, Bitmask, as_bits, expand
 
 __all__ = [
@@ -316,6 +318,8 @@ class ShadowShard(Shard):
     def mask(self) -> Bitmask:
         [mask] = Bitmask.zeros([self.numel], self.tensor.device)
         mask.compare(self._known, as_bits(self.values()))
+        if self._found is not None:  # never acknowledged: a receiver may hold values that are gone again
+            mask.set_(self._found.indices - self.start)
         return mask
 
     def accept(self, read: Sequence[int], found: Changes) -> None:
@@ -344,14 +348,7 @@ class DenseShard(Shard):
 
 def digest(values: torch.Tensor) -> torch.Tensor:
     """A 64-bit sum over positions and bits of flat `values`, in any order of work; 0-dim int64."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, values.numel(), 1 << 22):
-        bits = as_bits(values[start : start + (1 << 22)]).to(torch.int64)
-        mixed = bits + torch.arange(start, start + bits.numel(), device=bits.device) * -0x61C8864680B583EB
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-            mixed = (mixed ^ (mixed >> shift)) * factor
-        total += (mixed ^ (mixed >> 31)).sum()
-    return total
+    return tensor_sum("", values)
 
 
 class DigestShard(Shard):
@@ -360,6 +357,7 @@ class DigestShard(Shard):
     def __init__(self, tensor: torch.Tensor, start: int, end: int) -> None:
         super().__init__(tensor, start, end)
         self._known = self._found = int(digest(self.values()))
+        self._sent = False  # whole, by a seal that was not acknowledged
 
     @property
     def nbytes(self) -> int:
@@ -370,17 +368,18 @@ class DigestShard(Shard):
 
     @property
     def whole(self) -> bool:
-        return self._found != self._known
+        return self._sent or self._found != self._known
 
     def probes(self) -> tuple[torch.Tensor, ...]:
         return (digest(self.values()),)
 
     def accept(self, read: Sequence[int], found: Changes) -> None:
         [self._found] = read
+        self._sent = self.whole
         super().accept(read, found)
 
     def clear(self) -> None:
         if not self.sealed:
             self._found = int(digest(self.values()))
-        self._known = self._found
+        self._known, self._sent = self._found, False
         super().clear()
