@@ -106,7 +106,7 @@ def _chunk(tensor: torch.Tensor) -> int:
 def kernels_for(tensor: torch.Tensor):
     """The Triton kernels where they can read ``tensor``, else None: then plain torch does it, anywhere."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not (tensor.is_cuda or interpreted) or tensor.element_size() not in (1, 2, 4, 8):
+    if not (tensor.device.type == "cuda" or interpreted) or tensor.element_size() not in (1, 2, 4, 8):
         return None
     try:
         from megatron.weight_sync import kernels
