@@ -113,8 +113,9 @@ class Bitmask:
 
     def set_(self, places: torch.Tensor) -> None:
         """Set the bits of the elements at `places`, int64."""
-        for start in range(0, self.numel, _CHUNK):
-            chunk = torch.zeros(min(_CHUNK, self.numel - start), dtype=torch.bool, device=places.device)
+        numel = 32 * self.words.numel()
+        for start in range(0, numel, _CHUNK):
+            chunk = torch.zeros(min(_CHUNK, numel - start), dtype=torch.bool, device=places.device)
             chunk[places[(places >= start) & (places < start + _CHUNK)] - start] = True
             self._mark(start, chunk)
 
