@@ -33,7 +33,7 @@ test: $(READY) ## the tests that need no GPU: patches, cpu, dist
 	$(PY) -m patchset materialise
 	$(PY) -m pytest tests/patches tests/cpu tests/unit_tests tests/dist
 
-test-full: $(READY) ## the same, with longer random searches (TEST_FULL=1)
+test-full: $(READY) ## the same, with longer random searches and every export layout (TEST_FULL=1)
 	$(PY) -m patchset materialise
 	TEST_FULL=1 $(PY) -m pytest tests/patches tests/cpu tests/unit_tests tests/dist
 
