@@ -1,5 +1,4 @@
-"""One of two ranks that load, export and compare checkpoints over NCCL. test_param_export_nccl.py starts
-them.
+"""One of the ranks that load, export and compare checkpoints. test_param_export.py starts them.
 
     python -m torch.distributed.run --standalone --nproc-per-node=2 tests/gpu/export_worker.py CASES.json
 
@@ -39,7 +38,8 @@ def run(fields, path, groups, te):
         classes = sorted({type(module).__name__ for chunk in chunks for module in chunk.modules()})
         plan = build_plan(chunks, hf).prove()
         load(plan, state)
-        for receivers in ("all", [1], 0):
+        last = dist.get_world_size() - 1
+        for receivers in ("all", [last], 0):
             for to_host in (False, True):
                 count = 0
                 junk = torch.full((1 << 20,), float("nan"), device="cuda")  # poison what is reused
@@ -57,9 +57,9 @@ def run(fields, path, groups, te):
             index = torch.arange(entry.tensor.numel(), device="cuda")
             everything.append((entry.tensor, index, entry.tensor.detach().reshape(-1).cuda()))
         found = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
-        for name, index, value in export_changed(plan, everything, receiver=1):
+        for name, index, value in export_changed(plan, everything, receiver=last):
             found[name].view(-1)[index.cpu()] = value.cpu()
-        if dist.get_rank() == 1:
+        if dist.get_rank() == last:
             assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
         return classes, len(plan.schedules)
 
