@@ -528,6 +528,38 @@ def test_a_trainer_comes_back_in_another_layout(world):
     assert world(2, another_layout) == [again] * 2
 
 
+def by_directory(where):
+    """Payloads in a folder, with an anchor every third version; a second receiver starts from the folder."""
+    import torch.distributed as dist
+
+    from megatron.weight_sync import ModuleReceiver
+    from megatron.weight_sync.transport.directory import DirectoryReceiver, DirectoryTransport
+
+    with parallel(tp=2):
+        main = dist.get_rank() == 0
+        module = engine(small_shape())
+        follower = DirectoryReceiver(ModuleReceiver(module), "engine", where)
+        transport = DirectoryTransport(where, anchor_every=3)
+        publish = transport.publish
+        transport.publish = lambda *payload: (publish(*payload), follower.poll())
+        trainer = Trainer(transport if main else None)
+        trainer.publisher.register("engine")
+        for _ in range(5):
+            trainer.publisher.sync()
+            trainer.step()
+        trainer.publisher.sync()
+        now = trainer.exported()
+        if main:
+            late = engine(small_shape())
+            DirectoryReceiver(ModuleReceiver(late), "late", where).poll()
+            assert same(module, now) and same(late, now)
+        return sorted((stored.version, stored.base) for stored in transport.payloads() if stored.base is None)
+
+
+def test_payloads_in_a_directory(world, tmp_path):
+    assert world(2, by_directory, where=str(tmp_path))[0] == [(1, None), (4, None)]
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
