@@ -34,8 +34,6 @@ from benchmarks.recording import Recording  # noqa: E402
 from megatron.core.optimizer.sparse_diff import attach, kernels  # noqa: E402
 from megatron.core.optimizer.sparse_diff.shards import HookedShard  # noqa: E402
 
-STORES = {"every element": False, "eights that changed": True}
-
 
 def synchronize():
     if CUDA:
@@ -83,9 +81,9 @@ def launch_ms(work, repeats=9):
     return statistics.median(times[1:])
 
 
-def least_bytes(density, skip):
+def least_bytes(density):
     """Bytes to and from memory per element: fp32 source, bf16 target and mask, in sectors of 32 bytes."""
-    written = 1 - (1 - density) ** 16 if skip else 1
+    written = 1 - (1 - density) ** 16
     return 4 + 2 + 2 * written + (1 + 1 - (1 - density) ** 256) / 8
 
 
@@ -123,21 +121,19 @@ def one_tensor(rows, numel, share):
         (old.view(torch.int16) != model.view(torch.int16)).nonzero()
 
     rows.add(case, "snapshot + compare + nonzero", median_ms(snapshot, repeats=7), "ms", plain)
-    for name, skip in STORES.items():
 
-        def work(i, skip=skip):
-            kernels.capture([model], [mains[i % 2]], [words], skip)
+    def capture(i):
+        kernels.capture([model], [mains[i % 2]], [words])
 
-        taken = median_ms(work, lambda i: words.zero_())
-        limit = least_bytes(changed / numel, skip) / 6
-        rows.add(case, f"capture, stores {name}", taken, "ms", plain, limit=limit)
+    taken = median_ms(capture, lambda i: words.zero_())
+    rows.add(case, "capture", taken, "ms", plain, limit=least_bytes(changed / numel) / 6)
 
     def expand(i):
         return kernels.expand([words], [model], [0], probe)
 
     def refill(i):
         words.zero_()
-        kernels.capture([model], [mains[i % 2]], [words])
+        capture(i)
 
     refill(0), refill(1)
     # words twice, indices and values written, a 32-byte sector read per value at most
@@ -145,7 +141,7 @@ def one_tensor(rows, numel, share):
     rows.add(case, "expand (with values)", median_ms(expand), "ms", plain)
 
     def capture_and_expand(i):
-        kernels.capture([model], [mains[i % 2]], [words])
+        capture(i)
         expand(i)
 
     both = median_ms(capture_and_expand, lambda i: words.zero_())
@@ -314,13 +310,12 @@ def sweep(numel):
     plain = median_ms(lambda i: model.copy_(mains[i % 2]))
     for tile in (128, 256, 512, 1024):
         for warps in (2, 4, 8):
-            for name, skip in STORES.items():
 
-                def work(i, how=(skip, tile, warps)):
-                    kernels.capture([model], [mains[i % 2]], [words], *how)
+            def work(i, how=(tile, warps)):
+                kernels.capture([model], [mains[i % 2]], [words], *how)
 
-                taken = median_ms(work, lambda i: words.zero_(), repeats=5)
-                print(f"capture {tile=} {warps=} stores {name}: {taken:.3f} ms, {taken / plain:.3f}x")
+            taken = median_ms(work, lambda i: words.zero_(), repeats=5)
+            print(f"capture {tile=} {warps=}: {taken:.3f} ms, {taken / plain:.3f}x")
     probe = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for kernels.EXPAND_WORDS in (128, 256, 512, 1024, 2048):
         taken = median_ms(lambda i: kernels.expand([words], [model], [0], probe), repeats=5)

@@ -42,36 +42,35 @@ def pairs(density):
 
 
 for density in (0.0, 0.01, 1.0):
-    for skip in (False, True):
-        arounds, models, mains = zip(*pairs(density))
-        masks = []
-        for model in models:
-            words = torch.randint(0, 4, (-(-model.numel() // 32),), generator=gen, dtype=torch.int32)
-            if model.numel() % 32 == 1:
-                words[-1:] &= 1
-            masks.append(words)
-        befores = [(around.clone(), model.clone(), words.clone())
-                   for around, model, words in zip(arounds, models, masks)]
-        launches, real = [], kernels._capture_kernel
-        class Counted:
-            def __getitem__(self, grid):
-                launches.append(grid)
-                return real[grid]
-        kernels._capture_kernel = Counted()
-        kernels.capture(models, mains, masks, skip, tile=128)
-        kernels._capture_kernel = real
-        assert len(launches) == 2 * 2 * 2  # types of the model and main, aligned or not
-        for around, model, main, words, (around_before, before, was) in zip(
-            arounds, models, mains, masks, befores, strict=True
-        ):
-            numel = model.numel()
-            assert torch.equal(model, main.to(model.dtype))
-            changed = before.view(torch.int16) != model.view(torch.int16)
-            assert torch.equal(bits(words, numel), bits(was, numel) | changed)
-            start = model.storage_offset()
-            outside = torch.ones(around.numel(), dtype=torch.bool)
-            outside[start : start + numel] = False
-            assert torch.equal(around[outside], around_before[outside])
+    arounds, models, mains = zip(*pairs(density))
+    masks = []
+    for model in models:
+        words = torch.randint(0, 4, (-(-model.numel() // 32),), generator=gen, dtype=torch.int32)
+        if model.numel() % 32 == 1:
+            words[-1:] &= 1
+        masks.append(words)
+    befores = [(around.clone(), model.clone(), words.clone())
+               for around, model, words in zip(arounds, models, masks)]
+    launches, real = [], kernels._capture_kernel
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return real[grid]
+    kernels._capture_kernel = Counted()
+    kernels.capture(models, mains, masks, tile=128)
+    kernels._capture_kernel = real
+    assert len(launches) == 2 * 2 * 2  # types of the model and main, aligned or not
+    for around, model, main, words, (around_before, before, was) in zip(
+        arounds, models, mains, masks, befores, strict=True
+    ):
+        numel = model.numel()
+        assert torch.equal(model, main.to(model.dtype))
+        changed = before.view(torch.int16) != model.view(torch.int16)
+        assert torch.equal(bits(words, numel), bits(was, numel) | changed)
+        start = model.storage_offset()
+        outside = torch.ones(around.numel(), dtype=torch.bool)
+        outside[start : start + numel] = False
+        assert torch.equal(around[outside], around_before[outside])
 kernels.capture([], [], [])
 
 sizes = [(0, 0), (5, 1.0), (16384, 0.001), (16385, 0.02), (40000, 0.3), (33, 0.0), (20011, 1.0), (7, 0.5)]

@@ -118,7 +118,7 @@ FAMILY_FIELDS = {
         add_qkv_bias=True,
         softmax_type="learnable",
         activation_func=quick_gelu,
-        activation_func_clamp_value=hf.swiglu_limit,
+        activation_func_clamp_value=getattr(hf, "swiglu_limit", 7.0),  # fixed in older transformers
         glu_linear_offset=1.0,
         **_experts(hf, hf.num_local_experts, hf.intermediate_size),
     ),

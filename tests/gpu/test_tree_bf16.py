@@ -29,7 +29,7 @@ def parallel_state():
 
 def model_of(dtype):
     """A dense GPT with heads of 64, the same weights in every dtype."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import TransformerConfig
 
@@ -56,7 +56,8 @@ def model_of(dtype):
         # No kernel computes in fp64.
         tree_attention_backend="reference" if dtype == torch.float64 else "auto",
     )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    # A block, for its last norm: left to itself it is Transformer Engine's, which has no fp64.
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(config, spec, VOCABULARY, 4096, position_embedding_type="rope").cuda().to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -24,6 +24,7 @@ def batch_of(branches, prompt, response, vocabulary, multiple=1):
     )
 
 
+@pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize("vocabulary", [1009, 151936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_against_fp64(dtype, vocabulary):
@@ -48,6 +49,7 @@ def test_kernels_against_fp64(dtype, vocabulary):
     assert (gradient - want_gradient).norm() <= rtol * want_gradient.norm()
 
 
+@pytest.mark.xdist_group("memory")
 def test_memory_and_large_indices():
     """Logits and gradient, each more than 2^31 elements, and next to nothing else."""
     from megatron.core.tree_training import log_probs

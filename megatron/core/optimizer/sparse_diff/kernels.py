@@ -85,8 +85,7 @@ def _row_of(table, owners, block):
 
 @triton.jit
 def _capture_kernel(
-    table, owners, MODEL: tl.constexpr, MAIN: tl.constexpr, ALIGNED: tl.constexpr, BYTES: tl.constexpr,
-    SKIP: tl.constexpr,
+    table, owners, MODEL: tl.constexpr, MAIN: tl.constexpr, ALIGNED: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
     # One row is one byte of the mask: eight elements, which one thread loads and stores as a vector.
     block = tl.program_id(0)
@@ -109,8 +108,7 @@ def _capture_kernel(
     new = tl.load(main + start * 8 + index, mask=inside, other=0.0).to(old.dtype)
     changed = old.to(tl.int16, bitcast=True) != new.to(tl.int16, bitcast=True)
     byte = tl.sum(tl.where(changed, 1 << lane[None, :], 0), axis=1)
-    if SKIP:
-        inside &= (byte != 0)[:, None]  # the same for a whole row, so the store stays a vector
+    inside &= (byte != 0)[:, None]  # the same for a whole row, so the store stays a vector
     tl.store(model + start * 8 + index, new, mask=inside)
     row_inside = row * 8 < left
     known = tl.load(mask + start + row, mask=row_inside, other=0)
@@ -209,7 +207,6 @@ def capture(
     models: Sequence[torch.Tensor],
     mains: Sequence[torch.Tensor],
     masks: Sequence[torch.Tensor],
-    skip: bool = True,
     tile: int = CAPTURE_BYTES,
     warps: int = 4,
 ) -> None:
@@ -221,7 +218,6 @@ def capture(
         models: bf16 or fp16 [numel] each, contiguous, any shape.
         mains: a floating type, numel elements each, contiguous, same device.
         masks: int32 [at least ceil(numel / 32)] each.
-        skip: do not store where eight neighbours all keep their bits.
         tile: bytes of a mask to a program.
     """
     groups: dict[tuple, tuple[list, list]] = defaultdict(lambda: ([], []))
@@ -238,7 +234,7 @@ def capture(
         launch = _launch(rows, sizes, 8 * tile, models[0].device)
         _capture_kernel[(launch.blocks,)](
             launch.table, launch.owners, MODEL=_TYPES[to], MAIN=_TYPES[of], ALIGNED=aligned, BYTES=tile,
-            SKIP=skip, num_warps=warps,
+            num_warps=warps,
         )  # fmt: skip
 
 
