@@ -7,7 +7,7 @@ from benchmarks import shapes
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.tree_training import Trajectory, TreeBatch, estimate, share_or_not
 
-MEASURED = {"chain16k": (621, 558), "grpo 4k+16x1k": (586, 502), "agentic 32k": (507, 399)}
+MEASURED = {"chain16k": (700, 586), "grpo 4k+16x1k": (651, 538), "agentic 32k": (599, 462)}
 
 
 def batch_of(paths):
@@ -29,7 +29,7 @@ def test_fits_the_measured_rates(name):
     backward = estimate.BACKWARD_TFLOPS / (
         estimate.BACKWARD_SLOWDOWN[0] + estimate.BACKWARD_SLOWDOWN[1] / mean
     )
-    assert (forward, backward) == pytest.approx(MEASURED[name], rel=0.02)
+    assert (forward, backward) == pytest.approx(MEASURED[name], rel=0.03)
 
 
 def test_parameters_of_a_known_model():
@@ -57,7 +57,11 @@ def test_shares_where_prefixes_are_long_only():
     shared = share_or_not(batch_of(shapes.token_paths(shapes.SHAPES["grpo 4k+16x1k"])), config(), 128256)
     assert shared.share and 3.5 < shared.speedup < 4.1
     rng = np.random.default_rng(0)
-    alone = share_or_not(batch_of([rng.integers(1, 9999, 300) for _ in range(20)]), config(), 128256)
-    assert not alone.share and 0.95 < alone.speedup < 1
+    apart = [np.r_[i, rng.integers(1, 9999, 299)] for i in range(20)]
+    alone = share_or_not(batch_of(apart), config(), 128256)
+    assert not alone.share and alone.speedup == pytest.approx(1)  # roots only: no mask, nothing lost
+    barely = [np.r_[7, rng.integers(1, 9999, 8191)] for _ in range(8)]
+    lost = share_or_not(batch_of(barely), config(), 128256)
+    assert not lost.share and 0.97 < lost.speedup < 0.995
     empty = share_or_not(TreeBatch.from_trajectories([]), config(), 128256)
     assert empty.tree_seconds == empty.linear_seconds == 0 and not empty.share
