@@ -30,7 +30,7 @@ def batch_of(totals=None, **options):
     if totals:
         scale = totals.num_microbatches * totals.data_parallel_size / totals.real_microbatches
         made.tree_metadata.router_statistics = made.tree_metadata.router_statistics._replace(
-            averaged_scale=scale, per_token_scale=totals.count / totals.real_microbatches
+            averaged_scale=scale
         )
     return made
 
@@ -162,9 +162,10 @@ def test_a_dummy_counts_for_nothing(single, per_token):
 
 
 def test_dummies_do_not_dilute(single):
-    """Two of four micro-batches are real: each auxiliary loss weighs a half of the step, not a quarter."""
+    """Two of four micro-batches are real: each auxiliary loss weighs a half of the step, not a quarter. Per
+    token the router's tokens are its weight, whatever the step has."""
     totals = StepTotals(2, 2, 2, 40, 10)
-    for per_token, want in ((False, 2.0), (True, 20.0)):
+    for per_token, want in ((False, 2.0), (True, sum(map(len, SEQUENCES)))):
         router = router_of(**CASES["aux"], calculate_per_token_loss=per_token)
         weights = router_weights(layer_of(router), None, batch_of(totals=totals).packed_seq_params)
         assert (weights[..., 1] == want).all()

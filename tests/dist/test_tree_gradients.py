@@ -193,6 +193,50 @@ def test_router_losses_and_bias_count_as_the_linear_layout(world, layout, per_to
         assert difference_by_rank(once, want)[0] > 1e-2
 
 
+ALL_LOSSES = dict(
+    moe_router_load_balancing_type=["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    moe_aux_loss_coeff=[0.5, 0.3, 0.7],
+    moe_z_loss_coeff=0.2,
+)
+EACH_LOSS = {
+    **{
+        kind: dict(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.5)
+        for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    },
+    "z_loss": dict(moe_z_loss_coeff=0.2),
+    "all": ALL_LOSSES,
+}
+# A sequence of seq_aux_loss is a row there, and a pack here.
+BY_ROWS = {**ALL_LOSSES, "moe_aux_loss_coeff": [0.5, 0.0, 0.7]}
+UPSTREAM_LAYOUTS = {
+    **{kind: ("end to end", 1, {}, losses, {}) for kind, losses in EACH_LOSS.items()},
+    "dummies": ("end to end", 1, {}, ALL_LOSSES, dict(micro_batch_multiple=4)),
+    # Upstream's global_aux_loss takes other ranks' micro-batches for as long as its own: see rows-dp2.
+    "dp2": ("end to end", 2, {}, {**ALL_LOSSES, "moe_aux_loss_coeff": [0.5, 0.3, 0.0]}, dict(max_tokens=30)),
+    "rows": ("rows", 1, {}, BY_ROWS, {}),
+    "rows-dp2": ("rows", 2, {}, BY_ROWS, dict(max_trajectories=2)),
+    "rows-tp2-sp": ("rows", 2, dict(tp=2), dict(sequence_parallel=True, **BY_ROWS), {}),
+}
+
+
+@pytest.mark.parametrize("per_token_loss", [False, True])
+@pytest.mark.parametrize("layout", UPSTREAM_LAYOUTS)
+def test_router_losses_are_those_of_upstreams_own_linear_layout(world, layout, per_token_loss):
+    """No tree metadata and upstream's router there: [b, s], or [1, s] with a mask between trajectories."""
+    upstream, size, groups, losses, plan = UPSTREAM_LAYOUTS[layout]
+    model = dict(moe=True, moe_router_dtype="fp64", **losses)
+    options = {"upstream": upstream, "per_token_loss": per_token_loss, "max_tokens": 45, **plan}
+    unpadded = dict(pad_to_multiple_of=1, linear=True)
+    want = world(size, step, groups, model, **{**options, **unpadded})
+    got = world(size, step, groups, model, **options)
+    assert min(count for *_, count in want) > 1
+    error, where = difference_by_rank(got, want)
+    assert error < 2e-5, where
+    if per_token_loss:
+        spoiled = world(size, step, groups, model, alter="router weighs by loss tokens", **options)
+        assert difference_by_rank(spoiled, want)[0] > 1e-2
+
+
 @pytest.mark.parametrize("broken", [name for name in BREAKS if "router" not in name])
 @pytest.mark.parametrize("name", ["gqa", "moe"])
 def test_a_broken_rule_is_seen(world, name, broken):

@@ -60,6 +60,23 @@ def trajectories(seed=0):
     return made
 
 
+def answers(seed=0, length=12, prompt=5):
+    """Three groups of answers, all of one length; only some of their tokens count."""
+    g = torch.Generator().manual_seed(seed)
+    given = [t for t in trajectories(seed) if len(t.tokens) >= prompt]
+    made = []
+    for i in range(8):
+        tokens = torch.randint(0, small_gpt.VOCAB, (length,), generator=g).tolist()
+        tokens[:prompt] = given[i // 3].tokens[:prompt]
+        mask = (torch.rand(length, generator=g) < 0.5) & (torch.arange(length) >= prompt)
+        values = {
+            "old": -4.2 + 0.4 * torch.randn(length, generator=g, dtype=torch.float64),
+            "advantage": torch.randn(length, generator=g, dtype=torch.float64),
+        }
+        made.append(Trajectory(tokens, mask, values, {"advantage": float(torch.randn(1, generator=g))}))
+    return made
+
+
 def nll(lp, entropy, batch, i):
     return -(lp * batch.loss_mask[i]).sum()
 
@@ -117,7 +134,13 @@ def padding_reaches_the_router(batch):
     batch.tree_metadata.router_statistics.weights_T.clamp_(min=1)
 
 
+def router_weighs_by_loss_tokens(batch):
+    statistics = batch.tree_metadata.router_statistics
+    batch.tree_metadata.router_statistics = statistics._replace(per_token_scale=batch.num_loss_tokens)
+
+
 BREAKS = {
+    "router weighs by loss tokens": router_weighs_by_loss_tokens,
     "padding reaches the router": padding_reaches_the_router,
     "siblings visible": siblings_visible,
     "targets from the packed neighbour": targets_from_the_packed_neighbour,
@@ -136,6 +159,7 @@ def step(
     seed=0,
     plain=False,
     linear=False,
+    upstream=None,
     attributes=None,
     options=None,
     per_token_loss=False,
@@ -145,17 +169,21 @@ def step(
 
     plain: unpacked upstream layout, a causal mask and no tree metadata. alter: a name in BREAKS.
     linear: the same trajectories in every micro-batch, unshared.
+    upstream: "rows" or "end to end", what `linear` runs then: upstream's attention without tree metadata, and
+    no dummies. Rows, [b, s], have one length: the trajectories are those of `answers`.
     attributes: set on the config once it is made.
     plan: options of plan_micro_batches.
     """
     with parallel(**groups):
         model = {"params_dtype": torch.float64, "num_layers": 2, **model}
+        if upstream == "end to end" and linear:
+            model["rotary_use_position_ids"] = True
         cfg = small_gpt.config(**{"calculate_per_token_loss": per_token_loss, **model})
         for name, value in (attributes or {}).items():
             setattr(cfg, name, value)
         chunks = small_gpt.build(cfg, **(options or {}))
         planned = plan_micro_batches(
-            trajectories(seed),
+            answers(seed) if upstream == "rows" else trajectories(seed),
             plan.pop("max_tokens", 40),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             vocab_size=small_gpt.VOCAB,
@@ -167,6 +195,10 @@ def step(
         batches = list(planned.micro_batches(parallel_state.get_data_parallel_rank()))
         for batch in batches if alter else ():
             BREAKS[alter](batch)
+        if upstream and linear:
+            plain, batches = upstream, [batch for batch in batches if batch.num_trajectories]
+            for batch in batches:
+                batch.totals = dataclasses.replace(batch.totals, num_microbatches=len(batches))
         return run(cfg, chunks, batches, LOSSES[loss][0], plain, per_token_loss)
 
 
@@ -190,14 +222,21 @@ def run(cfg, chunks, batches, terms, plain=False, per_token_loss=False):
         if plain:
             size = batch.padded_size
             params, mask = None, torch.triu(torch.ones(size, size, dtype=torch.bool), 1)[None, None]
+        rows = batch.num_trajectories if plain == "rows" else 1
+        if plain == "rows":
+            mask = mask[:, :, : size // rows, : size // rows]
+        elif plain == "end to end":
+            assert size == batch.linear_tokens  # padding would count
+            mask = mask | ~torch.block_diag(*(torch.ones(n, n) for n in batch.lengths)).bool()
         output = chunk(
-            batch.tokens if first else None,  # as upstream's schedules: no ids on later stages
-            batch.position_ids if first else None,
+            batch.tokens.view(rows, -1) if first else None,  # as upstream's schedules: no ids on later stages
+            batch.position_ids.view(rows, -1) if first else None,
             mask,
             packed_seq_params=params,
         )
 
         def loss_func(logits):
+            logits = logits.reshape(1, batch.padded_size, -1)
             lp, entropy = log_probs_and_entropy(logits, batch, tp_group)
             lps, entropies = batch.unpack(lp), batch.unpack(entropy)
             # A dummy has no trajectory: start from a zero that hangs on the logits.

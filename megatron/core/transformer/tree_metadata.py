@@ -30,7 +30,8 @@ class RouterStatistics(NamedTuple):
     """Of auxiliary losses, where upstream averages over micro-batches and ranks."""
 
     per_token_scale: float | torch.Tensor
-    """Of auxiliary losses, where upstream divides by the loss function's token count."""
+    """Of auxiliary losses, where upstream divides by the loss function's token count: the micro-batch's
+    tokens in the linear layout."""
 
 
 @dataclass(eq=False)

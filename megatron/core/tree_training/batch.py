@@ -190,7 +190,7 @@ class TreeBatch:
             averaged_scale=totals.num_microbatches
             * totals.data_parallel_size
             / max(totals.real_microbatches, 1),
-            per_token_scale=totals.count / max(totals.real_microbatches, 1),
+            per_token_scale=float(packed.index_L.size),
         )
         metadata = TreeMetadata(
             cu_node_lens=put(cu_node_lens, torch.int32),

@@ -14,9 +14,12 @@ hands the result to its router as `padding_mask`. That argument is the only one 
 layer to the router, also into what is recomputed; a mask is boolean with two dimensions, token weights have
 three. `tree_routing` takes them up.
 
-Scale: an auxiliary loss weighs 1 / (real micro-batches of the step), in both of upstream's modes. Upstream
-divides by num_microbatches · data_parallel_size, dummies included, or, per token, by the loss function's
-count of the whole step (and multiplies by the router's own tokens, which are others).
+Scale, averaged over micro-batches: an auxiliary loss weighs 1 / (real micro-batches of the step), while
+upstream divides by num_microbatches · data_parallel_size, dummies included. Per token: N / (the loss
+function's count of the step), as upstream weighs it in the linear layout, which is more than
+1 / (micro-batches) where prompts are masked, and depends on `loss_per`, too.
+
+seq_aux_loss takes a whole pack as one sequence, as upstream does with any packed (THD) micro-batch.
 """
 
 import torch
@@ -143,7 +146,6 @@ def _auxiliary_losses(router, probs, counts_TE, scores_TE, scale):
 
     kinds = {
         "aux_loss": ("load_balancing_loss", router.tp_cp_group),
-        # The sequence of this loss is a whole pack, as for any packed micro-batch.
         "seq_aux_loss": ("seq_load_balancing_loss", router.tp_cp_group),
         "global_aux_loss": ("global_load_balancing_loss", router.tp_dp_cp_group),
     }
