@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron.weight_sync import codec
 from megatron.weight_sync.boxes import Box
@@ -149,12 +150,19 @@ class Receiver:
         self.lineage: int | None = None
         self.version: int | None = None
         self.poisoned = False
+        self._cause = ""  # of being poisoned, as far as known
         self._expected: dict[str, int] = {}  # per-tensor sums of the version held
         self._sums = None
         self._bind(targets, groups)
 
-    def _bind(self, targets: Mapping[str, Target], groups: Iterable[Iterable[str]] | None) -> None:
+    def _bind(
+        self,
+        targets: Mapping[str, Target],
+        groups: Iterable[Iterable[str]] | None,
+        places: dict[str, tuple] | None = None,
+    ) -> None:
         self.targets = dict(targets)
+        self._bound = places or {}
         self.groups = [tuple(group) for group in groups or [[name] for name in self.targets]]
         self._group_of = {name: i for i, group in enumerate(self.groups) for name in group}
         self._copies = self._count_copies() if self.targets else {}
@@ -163,16 +171,50 @@ class Receiver:
 
     def status(self) -> Ack:
         """What this receiver holds. The live weights are fingerprinted now; if they are not what was applied,
-        the receiver is poisoned from here on."""
-        if self.version is not None and not self.poisoned and self._wrong(self._expected):
+        or live tensors were replaced by others, the receiver is poisoned from here on."""
+        if self._holds_still() and self._wrong(self._expected):
             self.poisoned = True
         if self.version is None or self.poisoned:
             return Ack(self.model_id, self.lineage, None, 0, self.poisoned)
         return Ack(self.model_id, self.lineage, self.version, total(self._expected))
 
+    def _holds_still(self) -> bool:
+        """Whether this receiver held a version when it was last asked, in the tensors that are live now. If
+        it held one in others, it is poisoned from here on."""
+        if self.version is None or self.poisoned:
+            return False
+        if self._in_place():
+            return True
+        self.poisoned, self._cause = True, f" ({self._replaced()})"
+        return False
+
+    def _places(self) -> dict[str, tuple]:
+        """Where the live tensors are now, by name, for receivers that can look them up."""
+        return {}
+
+    def _in_place(self) -> bool:
+        """Whether the live tensors are, on every rank, those that the targets were made for."""
+        same = self._places() == self._bound
+        return same if self.peers is None else self.peers.agree(same)
+
+    def _replaced(self) -> str:
+        now = self._places()
+        names = [name for name in {**self._bound, **now} if self._bound.get(name) != now.get(name)]
+        if not names:
+            return "tensors of another rank were replaced"
+        return f"{len(names)} tensors were replaced by others since they were written: {names[:5]}"
+
     def live_fingerprint(self, names: Iterable[str] | None = None) -> dict[str, int]:
-        """Per-tensor sums over the live weights: of all ranks, with as many copies as they hold together."""
-        names = list(self.targets if names is None else names)
+        """Per-tensor sums over the live weights: of all ranks, with as many copies as they hold together.
+
+        Raises:
+            ReceiverPoisoned: the live tensors were replaced, and only a dense sync finds the new ones.
+        """
+        if self.targets and not self._in_place():
+            raise ReceiverPoisoned(f"{self._replaced()}: dense sync needed")
+        return self._live_sums(list(self.targets if names is None else names))
+
+    def _live_sums(self, names: list[str]) -> dict[str, int]:
         share = {**dict.fromkeys(names, 0), **self._share(names)}
         return self.peers.add(share, names) if self.peers is not None else share
 
@@ -190,7 +232,7 @@ class Receiver:
         return add(*({box.full_name: v} for (_, box), v in zip(pieces, values, strict=True)))
 
     def _wrong(self, expected: Mapping[str, int]) -> list[str]:
-        sums = self.live_fingerprint(expected)
+        sums = self._live_sums(list(expected))
         return [
             name for name, value in expected.items() if sums[name] != value * self._copies[name] % MODULUS
         ]
@@ -234,16 +276,22 @@ class Receiver:
         done: list[_Write] = []
         try:
             self._together(lambda: self._write(writes, done, manifest))
-            wrong = self._wrong(expected)
+            in_place = self._in_place()
+            wrong = self._wrong(expected) if in_place else []
         except BaseException:
             self._take_back(done, manifest)
             raise
+        if not in_place:
+            text = f"{self._replaced()}, while version {manifest.version} was applied"
+            self._take_back(done, manifest)
+            self.poisoned, self._cause = True, f" ({text})"
+            raise ReceiverPoisoned(f"{text}: dense sync needed")
         if wrong or total(expected) != manifest.fingerprint:
             self._take_back(done, manifest)
             raise self._mismatch(wrong, manifest)
         self.model_id, self.lineage, self.version = manifest.model_id, manifest.lineage, manifest.version
         self._expected = expected
-        self.poisoned = False
+        self.poisoned, self._cause = False, ""
         return Ack(self.model_id, self.lineage, self.version, manifest.fingerprint)
 
     def _together(self, step: Callable):
@@ -286,7 +334,9 @@ class Receiver:
             return
         first, last = manifest.base
         if self.poisoned:
-            raise ReceiverPoisoned("this receiver's weights are no known version: it needs a dense sync")
+            raise ReceiverPoisoned(
+                f"this receiver's weights are no known version{self._cause}: it needs a dense sync"
+            )
         if held is None:
             raise WrongBase(
                 f"delta {first}-{last} → {manifest.version}: this receiver holds nothing yet; {_DENSE}"
@@ -479,28 +529,80 @@ class ModuleReceiver(Receiver):
     Parameters and persistent buffers are written in place, so optimiser-free generation code, compiled graphs
     and CUDA graphs keep working. Tied weights have several names; the payload may use any one of them, or
     several with equal values.
+
+    The module may get other tensors in their place (``module.to``, ``parameter.data = …``, ``setattr``,
+    ``load_state_dict(assign=True)``): then what it holds is no known version, and the next dense payload goes
+    into the tensors that it has by then.
     """
 
     def __init__(self, module: torch.nn.Module, **kwargs):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-        targets, by_storage = {}, {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, torch.Tensor):
-                raise UnsupportedLayout(f"{name}: state of type {type(tensor).__name__} cannot be updated")
-            tensor = tensor.detach()
-            if tensor.device.type == "meta" or tensor.is_sparse or tensor.is_quantized:
-                raise UnsupportedLayout(
-                    f"{name}: a {tensor.layout} tensor on {tensor.device} cannot be updated"
-                )
-            live = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset())
-            stride = None if tensor.is_contiguous() else tensor.stride()
-            targets[name] = Target(
-                tuple(tensor.shape), tensor.dtype, ((live, whole_box(name, tuple(tensor.shape), stride)),)
-            )
-            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) if tensor.numel() else name
-            by_storage.setdefault(key, []).append(name)
-        super().__init__(targets, groups=by_storage.values(), **kwargs)
+        self.module = module
+        targets, groups, places = _targets_of(module)
+        super().__init__(targets, groups=groups, **kwargs)
+        self._bound = places
+
+    def live_fingerprint(self, names: Iterable[str] | None = None) -> dict[str, int]:
+        """As :meth:`Receiver.live_fingerprint`, over the tensors that the module has now."""
+        self._follow()
+        return super().live_fingerprint(names)
+
+    @torch.no_grad()
+    def apply(self, payload: Payload | Iterable) -> Ack:
+        """As :meth:`Receiver.apply`.
+
+        Raises:
+            UnsupportedLayout: the module has tensors by now that no update can reach; nothing was written.
+        """
+        self._follow()
+        return super().apply(payload)
+
+    def _places(self) -> dict[str, tuple]:
+        return {name: _place(tensor) for name, tensor in self.module.state_dict(keep_vars=True).items()}
+
+    def _follow(self) -> None:
+        """Take the tensors that the module has now."""
+        if self._holds_still() or self._in_place():
+            return
+        self._bind(*self._together(lambda: _targets_of(self.module)))
+
+
+def _targets_of(module: torch.nn.Module) -> tuple[dict[str, Target], list[list[str]], dict[str, tuple]]:
+    """Targets, the names that share storage, and the places of a module's tensors."""
+    targets, by_storage, places = {}, {}, {}
+    state, again = module.state_dict(keep_vars=True), module.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedLayout(f"{name}: state of type {type(tensor).__name__} cannot be updated")
+        tensor = tensor.detach()
+        odd = tensor.device.type == "meta" or tensor.is_sparse or tensor.is_quantized
+        if odd or is_traceable_wrapper_subclass(tensor):
+            kind = tensor.layout if type(tensor) is torch.Tensor else type(tensor).__name__
+            raise UnsupportedLayout(f"{name}: a {kind} tensor on {tensor.device} cannot be updated")
+        places[name] = _place(tensor)
+        if places[name] != _place(again[name]):
+            raise UnsupportedLayout(f"{name}: state_dict() makes a copy of it, no update reaches the module")
+        span = _span(tensor)
+        if (tensor.storage_offset() + span) * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise UnsupportedLayout(f"{name}: its storage is freed (offloaded?), it cannot be updated")
+        live = tensor.as_strided((span,), (1,), tensor.storage_offset())
+        stride = None if tensor.is_contiguous() else tensor.stride()
+        targets[name] = Target(
+            tuple(tensor.shape), tensor.dtype, ((live, whole_box(name, tuple(tensor.shape), stride)),)
+        )
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) if tensor.numel() else name
+        by_storage.setdefault(key, []).append(name)
+    return targets, list(by_storage.values()), places
+
+
+def _place(tensor: object) -> tuple:
+    """Says whether a tensor is where it was: a storage that is written to stays alive, so none other has its
+    address."""
+    if not isinstance(tensor, torch.Tensor) or is_traceable_wrapper_subclass(tensor):
+        return (type(tensor),)
+    address = 0 if tensor.device.type == "meta" or tensor.is_sparse else tensor.data_ptr()
+    return address, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _span(tensor: torch.Tensor) -> int:

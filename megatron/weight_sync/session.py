@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megatron.weight_sync.errors import SyncFailed
+from megatron.weight_sync.errors import ReceiverPoisoned, SyncFailed
 from megatron.weight_sync.payload import Payload
 from megatron.weight_sync.receiver import Receiver
 from megatron.weight_sync.sender import Ack, Sender
@@ -202,6 +202,8 @@ def _deliver(
                 )
         else:
             failures[name] = answer
+            if isinstance(answer, ReceiverPoisoned):  # it takes whole tensors only, so those come next
+                sender.acknowledge(name, Ack(sender.model_id, sender.lineage, None, poisoned=True))
     return failures
 
 

@@ -283,6 +283,63 @@ def test_each_receiver_gets_what_it_needs(world, groups):
     assert not told[3]["dense_bytes"] and not told[5]["dense_bytes"]
 
 
+def replaced(groups):
+    """A rollout model moves, as offloading does, between syncs; every sync that reports success holds."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.weight_sync import LocalTransport, ModuleReceiver, SyncFailed
+
+    with parallel(**groups):
+        main = dist.get_rank() == 0
+        module = engine(small_shape())
+        transport = LocalTransport({"engine": ModuleReceiver(module)}) if main else None
+        trainer, told = Trainer(transport), []
+        trainer.publisher.register("engine")
+
+        def sync(how="raise"):
+            trainer.step()
+            try:
+                report = trainer.publisher.sync(on_failure=how)
+            except SyncFailed as error:
+                return str(error)
+            now = trainer.exported()
+            assert not main or same(module, now)
+            return report.dense_bytes > 0, report.healed
+
+        def new_head():
+            module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone())
+
+        def new_data():
+            for parameter in module.parameters():
+                parameter.data = parameter.data.clone()
+
+        told.append(sync())
+        for change in (new_head, new_data, lambda: module.float().bfloat16()):
+            change()
+            told += [sync(), sync(), sync()]
+            change()
+            told += [sync("resync"), sync()]
+        module.lm_head.float()
+        told += [sync("resync"), sync()]
+        module.lm_head.bfloat16()
+        told += [sync(), sync()]
+        return told
+
+
+def test_replaced_tensors_of_a_rollout_model(world):
+    first, second = world(2, replaced, groups=dict(tp=2))
+    assert first == second and first[0] == (True, [])
+    poisoned = "engine: ReceiverPoisoned: this receiver's weights are no known version"
+    for k in (1, 6, 11):
+        assert poisoned in first[k] and "tensors were replaced by others" in first[k]
+        assert first[k + 1 : k + 5] == [(True, []), (False, []), (True, ["engine"]), (False, [])]
+    for told in first[16:18]:
+        assert "LayoutMismatch: lm_head.weight: payload has torch.bfloat16" in told
+        assert "receiver has torch.float32" in told
+    assert first[18:] == [(True, []), (False, [])]
+
+
 # ---- failures on one rank ----------------------------------------------------------------------------------
 
 

@@ -59,18 +59,11 @@ class EngineReceiver(Receiver):
         self._live = live if callable(live) else lambda: live
         self._load, self._reload, self._recover = load, reload, recover or reload or load
         self._batch_elements, self._after_write = batch_elements, after_write
-        self._places: dict[str, tuple] = {}
 
     @property
     def probed(self) -> bool:
         """Whether the mapping is known."""
         return bool(self.targets)
-
-    def status(self) -> Ack:
-        """As :meth:`Receiver.status`; replaced parameters count as changed weights."""
-        if self.probed and not self.poisoned and not self._in_place():
-            self.poisoned = True
-        return super().status()
 
     @torch.no_grad()
     def apply(self, payload: Payload | Iterable) -> Ack:
@@ -84,15 +77,13 @@ class EngineReceiver(Receiver):
         """
         if not isinstance(payload, Payload):
             payload = self._together(lambda: Payload.from_bytes(payload))
-        if self.probed and not self.poisoned and not self._in_place():
-            self.poisoned = True
-        if self.probed and not self.poisoned:
+        if self._holds_still():
             return super().apply(payload)
         records = self._together(lambda: self._read_all(payload))
         self.version = None  # from here on the live weights are no version
         try:
-            found = self._together(lambda: self._probe(records))
-            self._bind(found, _groups(found))
+            found, places = self._together(lambda: self._probe(records))
+            self._bind(found, _groups(found), places)
             self._compare(records)
             return super().apply(payload)
         except Exception as error:
@@ -102,10 +93,8 @@ class EngineReceiver(Receiver):
             self._take_unsynchronised(records, error)
             raise
 
-    def _in_place(self) -> bool:
-        """Whether the live parameters are, on every rank, the storage that the mapping was found for."""
-        same = _places(self._live()) == self._places
-        return same if self.peers is None else self.peers.agree(same)
+    def _places(self) -> dict[str, tuple]:
+        return _places(self._live())
 
     def _read_all(self, payload: Payload) -> list[Record]:
         manifest = read_manifest(payload.manifest)
@@ -116,12 +105,11 @@ class EngineReceiver(Receiver):
         refuse_quantised(self._live())
         return [record for data in payload.buckets for record in read_bucket(data, manifest)]
 
-    def _probe(self, records: list[Record]) -> dict[str, Target]:
+    def _probe(self, records: list[Record]) -> tuple[dict[str, Target], dict[str, tuple]]:
         table = {record.name: (record.shape, record.dtype) for record in records}
         live = self._live()
         found = discover(table, live, self._load, self._batch_elements)
-        self._places = _places(live)
-        return found
+        return found, _places(live)
 
     def _take_unsynchronised(self, records: list[Record], error: Exception) -> None:
         try:

@@ -276,6 +276,8 @@ class DirectoryReceiver(Directory):
             start = held if lineage == receiver.lineage else None
             goals = sorted({e.version for e in current}, reverse=True)
             usable = [e for e in current if e.folder not in bad]
+            if receiver.poisoned and lineage == receiver.lineage:  # it takes no anchor older than itself
+                usable = [e for e in usable if e.base or e.version >= (receiver.version or 0)]
             for goal in goals:
                 if start is not None and goal <= start:
                     break

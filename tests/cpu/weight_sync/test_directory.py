@@ -73,6 +73,21 @@ def holds(module, weights):
     return all(torch.equal(t, weights[n]) for n, t in module.state_dict().items())
 
 
+def test_replaced_tensors_wait_for_whole_ones(where):
+    trainer, (module, follower) = Trainer(where), reader(where)
+    for _ in range(3):
+        trainer.publish()
+    assert follower.poll() == 3
+    module.w.data = module.w.data.clone()
+    trainer.publish()
+    with pytest.raises(ws.ReceiverPoisoned, match=r"1 tensors were replaced .*'w'"):
+        follower.poll()
+    assert isinstance(follower.answer("r"), ws.ReceiverPoisoned)
+    trainer.publish(dense=True, again=True)
+    assert follower.poll() == 1
+    assert holds(module, trainer.history[4]) and follower.answer("r").version == 4
+
+
 def test_follow_from_any_version(where):
     trainer = Trainer(where)
     modules = []

@@ -295,6 +295,20 @@ def test_status_notices_replaced_parameters():
     receiver.apply(dense(sender, models.checkpoint(11)))
     assert receiver.status().version == 1
     engine.process()
+    with pytest.raises(ws.ReceiverPoisoned, match=r"\d+ tensors were replaced .*: dense sync needed"):
+        receiver.live_fingerprint()
+    assert receiver.status().poisoned
+
+
+def test_parameters_replaced_after_writing_are_not_acknowledged():
+    engine, sender = models.Engine(processed="replaced"), ws.Sender("m", lineage=1)
+    tensors = models.checkpoint(11)
+    receiver = probed_receiver(engine)
+    receiver.apply(dense(sender, tensors))
+    receiver._after_write = engine.process
+    sender.register("r")
+    with pytest.raises(ws.ReceiverPoisoned, match=r"replaced .* while version 2 was applied"):
+        receiver.apply(dense(sender, tensors))
     assert receiver.status().poisoned
 
 
