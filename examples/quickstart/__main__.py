@@ -136,6 +136,7 @@ class Loop:
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             pad_to_multiple_of=8,
         )
+        plan.check()
         batches = list(plan.micro_batches(parallel_state.get_data_parallel_rank(), self.device))
         self.policy.set_lr(lr)
         loss, drift = self.policy.step(batches) or (0.0, 0.0)

@@ -236,6 +236,23 @@ def test_values_of_any_type_keep_the_given_order():
     assert moved.trajectory_values == batch.trajectory_values and moved.lengths == batch.lengths
 
 
+def test_pinned_memory(monkeypatch):
+    """Every tensor of the batch, here without a device to pin for."""
+    batch = made([[1, 2, 3], [1, 2, 4]], pad_to_multiple_of=4)
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t) or t.clone())
+    got = batch.pin_memory()
+    assert batch == batch and batch != got  # by identity
+    metadata, params = got.tree_metadata, got.packed_seq_params
+    tensors = [v for v in vars(got).values() if isinstance(v, torch.Tensor)] + [got.values_L["place"]]
+    tensors += [metadata.cu_node_lens, metadata.node_parent, metadata.router_statistics.weights_T]
+    before = {t.data_ptr() for t in pinned}
+    assert len(pinned) == 13 and not before & {t.data_ptr() for t in tensors}
+    assert torch.equal(got.index_L, batch.index_L) and params.qkv_format == "thd"
+    assert metadata.validate().num_nodes == batch.tree_metadata.num_nodes
+    assert torch.equal(metadata.router_statistics.weights_T, batch.tree_metadata.router_statistics.weights_T)
+
+
 @pytest.mark.parametrize("as_torch", [False, True])
 def test_identity_splits_equal_tokens(as_torch):
     def one(key, dtype=np.float32):

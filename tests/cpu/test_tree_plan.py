@@ -169,6 +169,50 @@ def test_dummies_fill_up():
     assert empty.trajectory_ids == [[[]], [[]]] and empty.tokens.reuse_ratio == 1 and empty.imbalance == 1
 
 
+def test_losses_of_dummies_are_zero():
+    """Whatever a mean makes of no token; and it still hangs on the logits."""
+    two = [Trajectory([1, 2, 3], [0, 1, 1], {"a": [0.0, 1.0, 2.0]}), Trajectory([4], [0], {"a": [0.5]})]
+    plan = plan_micro_batches(two, 8, data_parallel_size=3, loss_per="trajectory")
+    (dummy,) = (plan.micro_batch(rank, 0) for rank in range(3) if not plan.trajectory_ids[rank][0])
+    for reduce in (
+        lambda v: v.mean(),
+        lambda v: (v * dummy.loss_mask_L).sum() / dummy.loss_mask_L.sum(),
+        lambda v: dummy.trajectory_means(v).sum(),
+        lambda v: v.sum() + float("inf"),
+        lambda v: v.sum() + 7,
+    ):
+        values = torch.ones(dummy.padded_size, requires_grad=True)
+        loss = dummy.averaged_loss(reduce(dummy.unpack_linear(values)))
+        assert loss.item() == 0
+        loss.backward()
+        assert values.grad.tolist() == [0] * dummy.padded_size
+        assert [x.item() for x in dummy.summed_loss(reduce(dummy.unpack_linear(values)))] == [0, 0]
+
+
+def test_trajectory_means():
+    masks = [[0, 1, 0, 1], [0, 0], [0, 1, 1]]
+    sequences = [[1, 2, 3, 4], [1, 2], [1, 2, 7]]
+    batch = plan_micro_batches([Trajectory(s, m) for s, m in zip(sequences, masks, strict=True)], 16)
+    batch = batch.micro_batch(0, 0)
+    values = torch.tensor([9.0, 1, 9, 4, 9, 9, 9, 3, 8], requires_grad=True)
+    poisoned = values.clone()
+    poisoned[4] = float("nan")  # of a token that is not trained
+    means = batch.trajectory_means(poisoned)
+    assert means.tolist() == [2.5, 0, 5.5]
+    (means * torch.tensor([2.0, 3, 4])).sum().backward()
+    assert values.grad.tolist() == [0, 1, 0, 1, 0, 0, 0, 2, 2]
+
+
+def test_what_is_printed_is_short():
+    plan = plan_micro_batches(trajectories([list(range(500)), list(range(400))]), 512, data_parallel_size=2)
+    assert repr(plan) == (
+        "MicroBatchPlan(2 trajectories, 900 tokens packed as 500; 1 micro-batches on each of 2 ranks)"
+    )
+    batch = next(b for b in (plan.micro_batch(0, 0), plan.micro_batch(1, 0)) if b.num_trajectories)
+    assert repr(batch) == "TreeBatch(2 trajectories, 900 tokens packed as 500, 500 with padding, on cpu)"
+    assert repr(trajectories([[1, 2]])[0]) == "Trajectory(2 tokens, with n)"
+
+
 def test_linear_layout_through_the_same_plan():
     sequences = groups(3, 4, 8, 10, 20)
     plan = plan_micro_batches(trajectories(sequences), 200, share_prefixes=False)
@@ -225,6 +269,13 @@ def test_refusals():
     for name in ("data_parallel_size", "max_trajectories", "pad_to_multiple_of", "micro_batch_multiple"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             plan_micro_batches(three, 8, **{name: 0})
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got 1.5"):
+            plan_micro_batches(three, 8, **{name: 1.5})
+    with pytest.raises(TypeError, match=r"max_tokens must be an integer, got 16\.5"):
+        plan_micro_batches(three, 16.5)
+    for wrong in (-1e-9, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"pair_cost must be finite and not negative, got {wrong}"):
+            plan_micro_batches(three, 8, pair_cost=wrong)
     plan = plan_micro_batches(three, 8, data_parallel_size=2)
     for rank, number, message in (
         (-1, 0, r"^rank: expected 0\.\.1, got -1"),

@@ -4,7 +4,7 @@ T packed tokens (padding included), L tokens of all trajectories one after anoth
 M packed tokens that have a predecessor, n trajectories, N nodes.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.tree_metadata import RouterStatistics, TreeMetadata
 from megatron.core.tree_training import partition, trie
-from megatron.core.tree_training.trajectory import check_all
+from megatron.core.tree_training.trajectory import at_least_one, check_all
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StepTotals:
         return self.trajectories if self.loss_per == "trajectory" else self.loss_tokens
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class TreeBatch:
     """One micro-batch; made by `from_trajectories`.
 
@@ -92,6 +92,12 @@ class TreeBatch:
     totals: StepTotals
     """Of the step; of this micro-batch alone without a plan."""
 
+    def __repr__(self):
+        return (
+            f"TreeBatch({self.num_trajectories} trajectories, {self.linear_tokens} tokens packed as "
+            f"{self.packed_tokens}, {self.padded_size} with padding, on {self.tokens.device})"
+        )
+
     @classmethod
     def from_trajectories(
         cls,
@@ -108,8 +114,9 @@ class TreeBatch:
 
         Args:
             trajectories: Trajectory objects, in any order; none at all gives a batch of padding only.
-            pad_to_multiple_of: the packed length becomes a multiple of it (TP·CP·128 for a model that shards
-                the sequence). Padding is a root of its own, of token 0, and trains nothing.
+            pad_to_multiple_of: the packed length becomes a multiple of it. Sequence parallelism takes only
+                multiples of the tensor-parallel size, kernels like 128 times that. Padding is a root of its
+                own, of token 0, and trains nothing.
             share_prefixes: False packs every trajectory as a chain of its own in the given order: the linear
                 layout through the same model, backend and loss.
             vocab_size: refuse token ids at or above it.
@@ -152,8 +159,7 @@ class TreeBatch:
         like: a CheckedTrajectory whose value names, types and row shapes a batch without trajectories takes
             over.
         """
-        if pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of}")
+        at_least_one("pad_to_multiple_of", pad_to_multiple_of)
         packed = trie.pack(order)
         num_packed = packed.source_T.size
         # A model cannot run on nothing: a batch without trajectories is one stretch of padding.
@@ -237,29 +243,54 @@ class TreeBatch:
         """The loss that a loss function returns first, where upstream averages over micro-batches and ranks.
 
         Args:
-            loss_sum: this micro-batch's sum of loss terms in the linear layout, a tensor. Each term belongs
-                to a token (loss_per="token") or to a trajectory (loss_per="trajectory": its mean over its
-                tokens).
+            loss_sum: a tensor, this micro-batch's sum of loss terms in the linear layout, divided by nothing.
+                loss_per="token": the sum over trained tokens, (terms_L * batch.loss_mask_L).sum().
+                loss_per="trajectory": the sum of one term for each trajectory, as of its masked mean,
+                batch.trajectory_means(terms_L).sum().
 
         Returns:
-            loss_sum · num_microbatches · data_parallel_size / count of the step: after upstream's division by
-            the number of micro-batches and DistributedDataParallel's mean over ranks, the mean over the step.
-            For a loss function that returns (loss, report), with calculate_per_token_loss off.
+            loss_sum · num_microbatches · data_parallel_size / count of the step, where the count is of tokens
+            whose loss mask is 1, or of trajectories: after upstream's division by the number of micro-batches
+            and DistributedDataParallel's mean over ranks, the mean over the step. For a loss function that
+            returns (loss, report), with calculate_per_token_loss off. Of a dummy 0, whatever loss_sum is: NaN
+            is what a mean over no token gives.
         """
-        _require_tensor(loss_sum)
         totals = self.totals
-        return loss_sum * (totals.num_microbatches * totals.data_parallel_size / max(totals.count, 1))
+        scale = totals.num_microbatches * totals.data_parallel_size / max(totals.count, 1)
+        return self._harmless(loss_sum) * scale
 
     def summed_loss(self, loss_sum):
         """(loss, count) for a loss function that returns (loss, count, report), with calculate_per_token_loss
         on.
 
         finalize_model_grads divides all gradients by the counts of all micro-batches and ranks together;
-        `count` is int32 on the loss's device.
+        `count` is int32 on the loss's device. loss_sum is as for `averaged_loss`, of a dummy 0 too.
         """
-        _require_tensor(loss_sum)
+        loss_sum = self._harmless(loss_sum)
         count = self.num_trajectories if self.totals.loss_per == "trajectory" else self.num_loss_tokens
         return loss_sum, torch.tensor(count, dtype=torch.int32, device=loss_sum.device)
+
+    def _harmless(self, loss_sum):
+        _require_tensor(loss_sum)
+        if self.num_trajectories:
+            return loss_sum
+        # Still a function of the logits: all ranks and stages run the same backward pass.
+        return loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0
+
+    def trajectory_means(self, values_L):
+        """[n]: each trajectory's mean of per-token values [L] over the tokens whose loss mask is 1, or 0.
+
+        Differentiable; [0] of a dummy.
+        """
+        which_L = torch.repeat_interleave(
+            torch.arange(self.num_trajectories, device=values_L.device),
+            torch.tensor(self.lengths, dtype=torch.int64, device=values_L.device),
+            output_size=self.linear_tokens,
+        )
+        sums = values_L.new_zeros(self.num_trajectories)
+        kept = torch.where(self.loss_mask_L, values_L, 0)
+        counts = sums.index_add(0, which_L, self.loss_mask_L.to(values_L.dtype))
+        return sums.index_add(0, which_L, kept) / counts.clamp(min=1)
 
     @property
     def tree_metadata(self):
@@ -338,7 +369,8 @@ class TreeBatch:
         """Packed values [T, ...] as one tensor [length, ...] for each trajectory, in the order they were
         given.
 
-        Row j belongs to token j; row 0 of log-probabilities is 0, because a first token has none.
+        Row j belongs to token j; row 0 of log-probabilities is 0, because a first token has none. Of a plan's
+        dummy an empty list, which torch.cat refuses: `unpack_linear` is torch.cat of this, of dummies too.
         """
         return self.split(self.unpack_linear(values_T))
 
@@ -382,13 +414,29 @@ class TreeBatch:
 
     def to(self, device, non_blocking=False):
         """The same batch on another device."""
+        metadata = self.tree_metadata.to(device, non_blocking)
+        return self._moved(metadata, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def pin_memory(self):
+        """The same batch in pinned memory, from where `to` copies without blocking; data loaders call it."""
+        metadata = self.tree_metadata
+        statistics = metadata.router_statistics
+        metadata = replace(
+            metadata,
+            cu_node_lens=metadata.cu_node_lens.pin_memory(),
+            node_parent=metadata.node_parent.pin_memory(),
+            tree_position_ids=metadata.tree_position_ids.pin_memory(),
+            router_statistics=statistics and statistics._replace(weights_T=statistics.weights_T.pin_memory()),
+        )
+        return self._moved(metadata, torch.Tensor.pin_memory)
+
+    def _moved(self, metadata, move_tensor):
         def move(value):
             if isinstance(value, torch.Tensor):
-                return value.to(device, non_blocking=non_blocking)
+                return move_tensor(value)
             return {name: move(v) for name, v in value.items()} if isinstance(value, dict) else value
 
-        params = self.tree_metadata.to(device, non_blocking).packed_seq_params()
+        params = metadata.packed_seq_params()
         keep = {"packed_seq_params": params, "trajectory_values": self.trajectory_values}
         return type(self)(
             **{f.name: keep[f.name] if f.name in keep else move(getattr(self, f.name)) for f in fields(self)}
@@ -405,5 +453,5 @@ def _require_tensor(loss_sum):
         raise TypeError(
             f"loss_sum: expected a tensor that depends on the logits, got {type(loss_sum).__name__}. A "
             "plan's dummy micro-batch has no trajectories; the sum of an empty list is no tensor: form the "
-            "loss from unpack_linear, values_L and loss_mask_L"
+            "loss from unpack_linear, values_L and loss_mask_L, or trajectory_means"
         )

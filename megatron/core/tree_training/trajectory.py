@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import numpy as np
 import torch
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Trajectory:
     """One sampled sequence of tokens, from the first prompt token to the last response token.
 
@@ -33,6 +34,10 @@ class Trajectory:
     """[length, ...] or None. Two trajectories share a token only where, besides the token ids, these values
     are equal bit for bit on the whole prefix: recorded MoE routing, content of image tokens."""
 
+    def __repr__(self):
+        names = [*self.values, *self.trajectory_values]
+        return f"Trajectory({len(self.tokens)} tokens, with {', '.join(names) or 'no values'})"
+
 
 @dataclass(frozen=True)
 class CheckedTrajectory:
@@ -44,6 +49,16 @@ class CheckedTrajectory:
     trajectory_values: Mapping[str, Any]
     identity: np.ndarray | None
     identity_kind: tuple | None
+
+
+def at_least_one(name, value):
+    """Refuse a count that is no integer or below 1."""
+    try:
+        number = 0 if isinstance(value, bool) else index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _array(value):

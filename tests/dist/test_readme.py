@@ -1,0 +1,155 @@
+"""README's training step, run as written: its gradients are those of the linear layout."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist import small_gpt
+from tests.dist.tree_trainer import _sharding, difference
+from tests.dist.world import parallel
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def blocks(marker):
+    """README's Python code blocks that contain ``marker``."""
+    return [b for b in re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S) if marker in b]
+
+
+def rollouts(count):
+    """(tokens, loss mask, advantage) of two groups with a prompt each."""
+    g = torch.Generator().manual_seed(3)
+    prompts = torch.randint(0, small_gpt.VOCAB, (2, 7), generator=g)
+    made = []
+    for i in range(count):
+        n = 3 + 2 * i
+        tokens = torch.cat([prompts[i % 2], torch.randint(0, small_gpt.VOCAB, (n,), generator=g)])
+        mask = torch.arange(7 + n) >= 7 + i % 3
+        made.append((tokens, mask, torch.randn(7 + n, generator=g, dtype=torch.float64)))
+    return made
+
+
+class NoStep:
+    """An optimizer that leaves the gradients."""
+
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+
+
+def my_terms(log_prob, advantage):
+    return -log_prob.exp() * advantage
+
+
+def step(groups, count, options, loss_per, config):
+    """README's block on this rank: (gradients by global name, None, trajectories in each micro-batch)."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    (text,) = blocks("plan_micro_batches")
+    text = text.replace("vocab_size=vocab_size", "vocab_size=vocab_size, **options")
+    if loss_per == "trajectory":  # as the text below the block says
+        text = text.replace("(terms * batch.loss_mask_L).sum()", "batch.trajectory_means(terms).sum()")
+        options = {**options, "loss_per": "trajectory"}
+    if loss_per == "summed":
+        text = text.replace("return batch.averaged_loss(", "return *batch.summed_loss(")
+        config = {**config, "calculate_per_token_loss": True}
+    with parallel(**groups):
+        cfg = small_gpt.config(**{"params_dtype": torch.float64, "num_layers": 2, **config})
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=False)
+        model_chunks = [DistributedDataParallel(cfg, ddp, chunk) for chunk in small_gpt.build(cfg)]
+        cfg.finalize_model_grads_func, cfg.grad_scale_func = finalize_model_grads, None
+        given = {
+            "model_chunks": model_chunks,
+            "optimizer": NoStep(),
+            "rollouts": rollouts(count),
+            "my_terms": my_terms,
+            "max_tokens": 32,
+            "vocab_size": small_gpt.VOCAB,
+            "dp_size": parallel_state.get_data_parallel_world_size(),
+            "dp_rank": parallel_state.get_data_parallel_rank(),
+            "device": "cpu",
+            "options": options,
+        }
+        exec(compile(text, str(README), "exec"), given)
+        assert given["optimizer"].steps == 1
+        gradients = {}
+        for chunk in model_chunks:
+            for name, parameter in small_gpt.global_names(chunk.module).items():
+                gradients[name] = (parameter.main_grad.clone(), *_sharding(parameter))
+        return gradients, 1.0, given["step"].trajectory_ids
+
+
+LINEAR = dict(share_prefixes=False, max_trajectories=1)
+PIPELINE = dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+CASES = {
+    "one": (1, {}, {}, {}),
+    "dp2": (2, {}, {}, {}),
+    "dp4 with dummies": (4, {}, {}, {}),
+    "tp2 sequence parallel": (2, dict(tp=2), dict(pad_to_multiple_of=2), dict(sequence_parallel=True)),
+    "pp2": (2, dict(pp=2), {}, PIPELINE),
+    "pp2 of one length": (2, dict(pp=2), dict(pad_to_multiple_of=32), {}),
+    "pp2 vpp2": (2, dict(pp=2, vpp=2), dict(micro_batch_multiple=2), {**PIPELINE, "num_layers": 4}),
+}
+
+
+@pytest.mark.parametrize("layout, loss_per", [(name, "token") for name in CASES] + [
+    ("dp4 with dummies", "trajectory"), ("dp4 with dummies", "summed"), ("one", "summed"),
+])  # fmt: skip
+def test_the_training_step_runs_as_written(world, layout, loss_per):
+    size, groups, options, config = CASES[layout]
+    ranks = world(size, step, groups, 3, options, loss_per, config)
+    linear = world(1, step, {}, 3, LINEAR, loss_per, {"num_layers": config.get("num_layers", 2)})
+    assert any(not ids for rank in ranks for dealt in rank[2] for ids in dealt) == ("dummies" in layout)
+    error, where = difference(ranks, linear)
+    assert error < (1e-7 if loss_per == "summed" else 1e-10), where  # upstream's reciprocal is fp32
+
+
+def checked(what, everywhere):
+    """What `check` says on this rank, of a plan whose ranks differ in ``what``."""
+    import torch.distributed as dist
+
+    from megatron.core.tree_training import Trajectory, plan_micro_batches
+
+    mine = dist.get_rank() if everywhere else int(dist.get_rank() == 2)
+    sequences = [[1, 2, 3, 4], [1, 2, 5]]
+    if what == "numbers of trajectories":
+        sequences += [[1, 2]] * mine
+    if what == "numbers of tokens":
+        sequences[0] += [7] * mine
+    if what == "digests of the tokens":
+        sequences[1][1] += mine
+    trained = {i: 1 for i in range(9)}
+    if what == "digests of the loss masks":
+        trained[2 + mine % 2] = 0
+    masks = [[0] + [trained[i] for i in range(1, len(s))] for s in sequences]
+    values = [{"a": [mine] * len(s)} for s in sequences]
+    given = list(map(Trajectory, sequences, masks, values))
+    options = {"max_tokens": 8 + 4 * mine, "pad_to_multiple_of": 4} if what == "plans" else {"max_tokens": 9}
+    options["data_parallel_size"] = 1 + mine if what == "plans" else 2
+    try:
+        plan_micro_batches(given, **options).check()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("what", ["numbers of trajectories", "numbers of tokens", "digests of the tokens",
+                                  "digests of the loss masks", "plans"])  # fmt: skip
+def test_ranks_with_plans_of_their_own_are_refused_on_every_rank(world, what):
+    (told,) = set(world(4, checked, what, False))
+    assert re.match(rf"{what} differ between ranks of the group: .* on rank 0, .* on rank 2\. ", told)
+    assert "trajectories of all data-parallel ranks, the same list in the same order on every rank" in told
+    if what.startswith("numbers"):
+        assert set(world(4, checked, what, True)) != {None}
+
+
+def test_the_same_plan_on_every_rank_passes(world):
+    """Values may differ: they are rounded on every rank."""
+    assert world(4, checked, "values", True) == [None] * 4
