@@ -102,6 +102,8 @@ class Payload:
         yield self.manifest
 
     def to_bytes(self) -> list[bytes]:
+        """One ``bytes`` for each container, for a channel that carries bytes: ``Receiver.apply`` and
+        :meth:`from_bytes` take the list, in any order."""
         return [piece.cpu().numpy().tobytes() for piece in self.containers()]
 
     @classmethod

@@ -312,7 +312,8 @@ class Receiver:
             one = isinstance(payload, (str, bytes, bytearray, torch.Tensor))
             if one or not isinstance(payload, Iterable):
                 raise TypeError(
-                    f"payload: expected a Payload or a list of its containers, got {type(payload).__name__}"
+                    "payload: expected a Payload or the list of its containers that to_bytes() returns, got "
+                    f"{type(payload).__name__}"
                 )
             payload = Payload.from_bytes(payload)
         manifest = read_manifest(payload.manifest)
@@ -472,8 +473,11 @@ class Receiver:
         text = f"version {manifest.version}: {len(wrong)} tensors differ from the sender's: {wrong[:10]}"
         if not wrong:
             text = (
-                f"version {manifest.version}: per-tensor fingerprints do not add up to the manifest's total"
+                f"version {manifest.version}: tensors that the payload does not carry have changed on the "
+                "sender's side too (per-tensor fingerprints do not add up to the total)"
             )
+        if not manifest.dense:
+            text += "; where they were written outside the optimizer, call invalidate() of its sparse diff"
         if self.version is not None and not self.poisoned:
             drifted = self._wrong(self._expected)
             if drifted:

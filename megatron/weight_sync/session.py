@@ -15,6 +15,7 @@ from megatron.weight_sync.errors import ReceiverPoisoned, SyncFailed
 from megatron.weight_sync.payload import Payload
 from megatron.weight_sync.receiver import Receiver
 from megatron.weight_sync.sender import Ack, Sender
+from megatron.weight_sync.transport import answers
 from megatron.weight_sync.update import Update
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 class Transport(Protocol):
     """How payloads reach receivers. Errors are returned, not raised: one dead receiver must not hide the
-    others. One that keeps payloads may have ``anchor_due(lineage, version)``, too: whether it wants this
-    version whole."""
+    others. One that keeps payloads for receivers to come says so, ``keeps_payloads = True``, and may have
+    ``anchor_due(lineage, version)``: whether it wants this version whole."""
 
     def deliver(self, payload: Payload, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
         """Hand the payload to these receivers and collect what they say."""
@@ -39,17 +40,18 @@ class LocalTransport:
         self.receivers = dict(receivers)
 
     def deliver(self, payload, receiver_ids):
-        return {name: _answer(lambda r: r.apply(payload), self.receivers[name]) for name in receiver_ids}
+        return {name: self._ask(name, lambda r: r.apply(payload)) for name in receiver_ids}
 
     def statuses(self, receiver_ids):
-        return {name: _answer(lambda r: r.status(), self.receivers[name]) for name in receiver_ids}
+        return {name: self._ask(name, lambda r: r.status()) for name in receiver_ids}
 
-
-def _answer(call, receiver) -> Ack | Exception:
-    try:
-        return call(receiver)
-    except Exception as error:
-        return error
+    def _ask(self, name, call) -> Ack | Exception:
+        if name not in self.receivers:
+            return answers.unknown(name, self.receivers)
+        try:
+            return call(self.receivers[name])
+        except Exception as error:
+            return error
 
 
 @dataclass
@@ -129,9 +131,12 @@ def synchronise(
 
     Raises:
         SyncFailed: after the other receivers were served.
+        ValueError: no receiver is registered, and the transport does not keep payloads.
     """
     if on_failure not in ("raise", "resync"):
         raise ValueError(f"on_failure is 'raise' or 'resync', got {on_failure!r}")
+    if not sender.receivers and not getattr(transport, "keeps_payloads", False):
+        raise ValueError("there are no receivers to synchronise: register them first")
     report = report if report is not None else SyncReport(sender.version + 1)
     failures: dict[str, Exception] = {}
     for payload, names in encode(sender, fill, report, dense=dense):
@@ -186,14 +191,14 @@ def _deliver(
 ) -> dict[str, Exception]:
     start = time.perf_counter()
     with _range("weight_sync.deliver"):
-        answers = transport.deliver(payload, names)
+        said = transport.deliver(payload, names)
     seconds = time.perf_counter() - start
     report.deliver_ms += 1e3 * seconds
     if sender.chooser is not None:
         sender.chooser.observe(payload.nbytes, seconds)
     failures = {}
     for name in names:
-        answer = answers.get(name, TimeoutError("no answer"))
+        answer = said.get(name, TimeoutError("no answer"))
         if isinstance(answer, Ack):
             report.clear_bits |= sender.acknowledge(name, answer)
             if sender.state(name) != "synced":

@@ -622,12 +622,18 @@ def test_payloads_in_a_directory(world, tmp_path):
 
 def refused():
     """What cannot be done, told on every rank."""
+    from megatron.weight_sync import Ack, LocalTransport
+
     trainer_args = [lambda p: p.sync(), lambda p: p.publish(), lambda p: p.sync(on_failure="hope")]
     with parallel(tp=2):
         trainer = Trainer(layers=1)
         told = [outcome(lambda call=call: call(trainer.publisher)) for call in trainer_args[:2]]
+        trainer.publisher.transport = LocalTransport({"engine": None})
+        told.append(outcome(lambda: trainer.publisher.sync()))
         trainer.publisher.register("engine")
         told.append(outcome(lambda: trainer.publisher.acknowledge({"engine": "yes"})))
+        ack = Ack("", 1, 1)
+        told.append(outcome(lambda: trainer.publisher.acknowledge({"engine": ack, "engin": ack})))
         trainer.publisher.transport = object()
         told.append(outcome(lambda: trainer_args[2](trainer.publisher)))
         return told
@@ -638,7 +644,9 @@ def test_refusals_on_every_rank(world):
     assert first == [
         ("ValueError", "sync() needs a transport: give one, or use publish() and acknowledge()"),
         ("ValueError", "publish() has no receivers: register them first"),
+        ("ValueError", "there are no receivers to synchronise: register them first"),
         ("TypeError", "engine: expected an Ack (what Receiver.apply or status() returned), got str"),
+        ("ValueError", "acknowledge() got receivers ['engin'], registered are ['engine']"),
         ("ValueError", "on_failure is 'raise' or 'resync', got 'hope'"),
     ]
     assert second == [("SyncFailed", f"the sending rank 0 failed: {kind}: {text}") for kind, text in first]

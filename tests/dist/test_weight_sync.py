@@ -112,6 +112,57 @@ def test_payloads_over_a_group(world, size):
     ]
 
 
+def misplaced():
+    """What would hang in the first call is refused when the two sides are made."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pair = dist.new_group([0, 2])
+    receiver = ws.ModuleReceiver(Model())
+    cases = [
+        lambda: CollectiveTransport({"a": 3}),
+        lambda: CollectiveTransport({"a": 2}, pair),
+        lambda: CollectiveTransport({"a": rank}),
+        lambda: CollectiveTransport(dict.fromkeys("ab", (rank + 1) % size)),
+        lambda: CollectiveReceiver(receiver, group=pair),
+        lambda: CollectiveReceiver(receiver, source=4),
+    ]
+    told = []
+    for case in cases:
+        try:
+            case()
+            told.append(None)
+        except ValueError as error:
+            told.append(str(error))
+    if rank in (0, 2):
+        dist.destroy_process_group(pair)
+    if rank == 0:
+        transport = CollectiveTransport({"a": 1, "b": 2, "c": 3})
+        told.append(str(transport._known(["a", "d"])))
+    return told
+
+
+def test_groups_that_would_hang_are_refused(world):
+    first, second, third, fourth = world(4, misplaced, timeout=30)
+    outside = "receivers are other ranks of the group of {}, as the group counts them, got {}"
+    idle = (
+        "ranks {} of the group of 4 neither send nor receive, and every call would wait for them: make a "
+        "group without them, torch.distributed.new_group({}), and give receivers their ranks in it"
+    )
+    strange = "rank {} is not a member of this group"
+    assert first == [
+        idle.format([1, 2], [0, 3]),
+        outside.format(2, {"a": 2}),
+        outside.format(4, {"a": 0}),
+        "every receiver has a rank of its own, got " + str({"a": 1, "b": 1}),
+        "rank 0 of the group is the sender: a receiver is on another rank",
+        "source is a rank in the group of 4, got 4",
+        "(['a'], {'d': ValueError(\"this transport has no receiver 'd', only ['a', 'b', 'c']\")})",
+    ]
+    assert second[0] == idle.format([0, 2], [1, 3])
+    assert second[1] == second[4] == strange.format(1) and fourth[1] == fourth[4] == strange.format(3)
+    assert third[4] is None and third[1] == outside.format(2, {"a": 2})
+    assert fourth[0] == outside.format(4, {"a": 3})
+
+
 def local_receiver(rank, size, shards):
     """A column-sharded ``w`` and a replicated ``b`` on every rank."""
     width = 4 // size

@@ -103,6 +103,8 @@ class Publisher:
                 and travel with the next version.
             StalePlanError: the model's tensors were replaced since the plan was built.
             PeerFailed: another rank could not read its weights.
+            ValueError: no transport, or no receiver is registered (on the sending rank). A transport that
+                keeps payloads, such as a directory, needs no receivers.
         """
 
         def work(report):
@@ -143,10 +145,17 @@ class Publisher:
 
         Returns:
             Whether every receiver that can go on from a delta holds the published version.
+
+        Raises:
+            ValueError: a receiver is not registered (on the sending rank); nothing was recorded.
         """
         done = []
 
         def work(_):
+            known = self.sender.receivers
+            strange = sorted(set(acks or {}) - set(known))
+            if strange:
+                raise ValueError(f"acknowledge() got receivers {strange}, registered are {sorted(known)}")
             done.extend([self.sender.acknowledge(name, ack) for name, ack in (acks or {}).items()])
             return any(done)
 

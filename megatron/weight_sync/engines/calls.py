@@ -57,6 +57,8 @@ class EngineTransport:
         return {name: self._call(name, "status", []) for name in receiver_ids}
 
     def _call(self, name: str, what: str, containers: Named) -> Ack | Exception:
+        if name not in self.ranks:
+            return answers.unknown(name, self.ranks)
         key = secrets.token_hex(8)
         text = json.dumps({"do": what, "key": key, "mailbox": self.mailbox.where}).encode()
         call = (CALL, torch.frombuffer(bytearray(text), dtype=torch.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from megatron.weight_sync import errors
 from megatron.weight_sync.sender import Ack
@@ -18,6 +19,11 @@ def encode(answer: Ack | Exception, limit: int | None = None) -> bytes:
         if limit is None or len(data) <= limit or not message:
             return data
         message = message[: len(message) // 2]
+
+
+def unknown(receiver_id: str, known: Iterable[str]) -> ValueError:
+    """The answer of a transport for a receiver that it cannot reach."""
+    return ValueError(f"this transport has no receiver {receiver_id!r}, only {sorted(known)}")
 
 
 def decode(data: bytes) -> Ack | Exception:

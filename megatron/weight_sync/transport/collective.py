@@ -1,8 +1,8 @@
 """Payloads over a torch.distributed group (NCCL or gloo): one sending rank, the other ranks receive.
 
 Every call of :class:`CollectiveTransport` on the sending rank meets one :meth:`CollectiveReceiver.serve` on
-each other rank of the group. A payload for all receivers is broadcast; one for some of them is sent to those
-alone.
+each other rank of the group: the group is the sender and the receivers, and nobody else. A payload for all
+receivers is broadcast; one for some of them is sent to those alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ _ANSWER = 2048  # bytes per rank
 
 
 class _Member:
-    def __init__(self, group, device: str, source: int):
-        self.group, self.device = group, device
-        self.rank, self.size, self.source = dist.get_rank(group), dist.get_world_size(group), source
-        self.source_global = dist.get_global_rank(group, source) if group is not None else source
+    def __init__(self, group, device: str | None, source: int | None):
+        self.group, self.rank = group, dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of this group")
+        self.device = device or ("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        self.size, self.source = dist.get_world_size(group), self.rank if source is None else source
+        if not 0 <= self.source < self.size:
+            raise ValueError(f"source is a rank in the group of {self.size}, got {self.source}")
+        self.source_global = self.peer(self.source)
 
     def announce(self, row: torch.Tensor) -> torch.Tensor:
         dist.broadcast(row, src=self.source_global, group=self.group)
@@ -48,22 +53,38 @@ class CollectiveTransport(_Member):
     """The sending rank's side.
 
     Args:
-        ranks: receiver id → its rank in the group.
-        group: torch.distributed group; None is the whole world.
-        device: where the backend wants tensors: "cuda" for NCCL.
+        ranks: receiver id → its rank in the group. Every member but the sender is the rank of one receiver.
+        group: torch.distributed group of the sender and the receivers alone; None is the whole world.
+        device: where the backend wants tensors; None: "cuda" for NCCL, "cpu" otherwise.
+
+    Raises:
+        ValueError: this rank is not in the group, or a member is nobody's rank, or a rank is not a member's,
+            or two receivers'. Every one of these would hang the first call.
     """
 
-    def __init__(self, ranks: Mapping[str, int], group=None, device: str = "cpu"):
-        super().__init__(group, device, dist.get_rank(group))
+    def __init__(self, ranks: Mapping[str, int], group=None, device: str | None = None):
+        super().__init__(group, device, None)
         self.ranks = dict(ranks)
         odd = {
             name: rank for name, rank in self.ranks.items() if rank == self.rank or not 0 <= rank < self.size
         }
         if odd:
-            raise ValueError(f"receivers are other ranks of the group of {self.size}, got {odd}")
+            raise ValueError(
+                f"receivers are other ranks of the group of {self.size}, as the group counts them, got {odd}"
+            )
+        if len(set(self.ranks.values())) < len(self.ranks):
+            raise ValueError(f"every receiver has a rank of its own, got {self.ranks}")
+        idle = sorted(set(range(self.size)) - {self.rank, *self.ranks.values()})
+        if idle:
+            members = [self.peer(rank) for rank in sorted({self.rank, *self.ranks.values()})]
+            raise ValueError(
+                f"ranks {idle} of the group of {self.size} neither send nor receive, and every call would "
+                f"wait for them: make a group without them, torch.distributed.new_group({members}), and "
+                "give receivers their ranks in it"
+            )
 
     def deliver(self, payload: Payload, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
-        names = list(receiver_ids)
+        names, strange = self._known(receiver_ids)
         containers = [piece.to(self.device) for piece in payload.containers()]
         everyone = self._call(_DELIVER, names, len(containers))
         sizes = torch.tensor([piece.numel() for piece in containers], dtype=torch.int64, device=self.device)
@@ -74,16 +95,22 @@ class CollectiveTransport(_Member):
                 continue
             for name in names:
                 dist.send(piece, dst=self.peer(self.ranks[name]), group=self.group)
-        return self._answers(names)
+        return self._answers(names) | strange
 
     def statuses(self, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
-        names = list(receiver_ids)
+        names, strange = self._known(receiver_ids)
         self._call(_STATUS, names, 0)
-        return self._answers(names)
+        return self._answers(names) | strange
 
     def close(self) -> None:
         """Let every :meth:`CollectiveReceiver.serve_forever` return."""
         self._call(_CLOSE, [], 0)
+
+    def _known(self, receiver_ids: Iterable[str]) -> tuple[list[str], dict[str, Ack | Exception]]:
+        """The receivers that there are, and the answers for others."""
+        names = list(receiver_ids)
+        strange = {name: answers.unknown(name, self.ranks) for name in names if name not in self.ranks}
+        return [name for name in names if name in self.ranks], strange
 
     def _call(self, what: int, names: list[str], count: int) -> bool:
         """Announce a call; returns whether the payload goes to every other rank."""
@@ -104,10 +131,16 @@ class CollectiveReceiver(_Member):
     Args:
         receiver: applies what arrives.
         source: the sending rank in the group.
+        group, device: as for :class:`CollectiveTransport`.
+
+    Raises:
+        ValueError: this rank is not in the group, or is the source.
     """
 
-    def __init__(self, receiver: Receiver, source: int = 0, group=None, device: str = "cpu"):
+    def __init__(self, receiver: Receiver, source: int = 0, group=None, device: str | None = None):
         super().__init__(group, device, source)
+        if self.rank == self.source:
+            raise ValueError(f"rank {self.rank} of the group is the sender: a receiver is on another rank")
         self.receiver = receiver
 
     def serve(self) -> Ack | Exception | None:

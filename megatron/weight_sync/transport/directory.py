@@ -128,6 +128,8 @@ class DirectoryTransport(Directory):
         timeout: seconds to wait for receivers' answers in ``deliver``.
     """
 
+    keeps_payloads = True
+
     def __init__(self, where, *, anchor_every: int = 50, timeout: float = 60.0, poll: float = 0.05):
         super().__init__(where)
         self.anchor_every, self.timeout, self.poll = anchor_every, timeout, poll

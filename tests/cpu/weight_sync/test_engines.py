@@ -578,6 +578,9 @@ def sync_through(transport, engine, tensors):
     assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), loaded.parameters(), strict=True))
     (status,) = transport.statuses(["engine"]).values()
     assert status.version == 3
+    assert str(transport.statuses(["engin"])["engin"]) == (
+        "this transport has no receiver 'engin', only ['engine']"
+    )
     old.update(step(tensors, gen))
     payload = delta(sender, tensors, old)
     payload.buckets[0][-1] ^= 1

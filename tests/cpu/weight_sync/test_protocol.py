@@ -403,6 +403,23 @@ def test_missed_change_bits_are_an_error_not_drift():
     assert world.receivers["a"].status().version == 1
 
 
+def test_no_receivers_and_unknown_ones_are_refused():
+    world = World(6, ("raw",))
+    for name in world.sender.receivers:
+        world.sender.drop(name)
+    transport = ws.LocalTransport(world.receivers)
+    with pytest.raises(ValueError, match=r"^there are no receivers to synchronise: register them first$"):
+        ws.synchronise(world.sender, transport, world.fill)
+    assert world.sender.version == 0
+    world.sender.register("a")
+    world.sender.register("aa")
+    unknown = r"1 receivers: aa: ValueError: this transport has no receiver 'aa', only \['a', 'b'\]$"
+    for how in ("raise", "resync"):
+        with pytest.raises(ws.SyncFailed, match=unknown):
+            ws.synchronise(world.sender, transport, world.fill, on_failure=how)
+    assert world.receivers["a"].status().version == 2
+
+
 def test_bad_policy():
     world = World(6, ("raw",))
     with pytest.raises(ValueError, match="'raise' or 'resync'"):

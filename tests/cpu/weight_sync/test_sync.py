@@ -500,6 +500,29 @@ def test_tensors_that_no_update_reaches_are_refused(tiny):
         ws.ModuleReceiver(module)
 
 
+def test_weights_written_past_the_change_bits_are_hinted_at(pair, refused):
+    trainer, module, receiver = pair()
+    trainer.tensors["frozen"][0] += 1
+    text = (
+        r"does not carry have changed on the sender's side too.*call invalidate\(\) of its sparse diff$"
+    )
+    refused(receiver, module, trainer_without(trainer, "frozen"), ws.FingerprintMismatch, text)
+    trainer.tensors["proj.weight"][1] += 1
+    trainer.bits["proj.weight"][0] = True  # one of them is known
+    text = r"1 tensors differ.*\['proj.weight'\].*call invalidate\(\) of its sparse diff$"
+    refused(receiver, module, trainer_without(trainer, "frozen"), ws.FingerprintMismatch, text)
+
+
+def trainer_without(trainer, left_out):
+    """A delta as change bits give it, which lacks a tensor that changed."""
+    update = trainer.sender.begin()
+    for name, tensor in trainer.tensors.items():
+        if name != left_out:
+            index = trainer.bits[name].nonzero().view(-1)
+            update.add_delta(name, index, tensor.view(-1)[index], tuple(tensor.shape))
+    return update.finish(ws.fingerprint(trainer.tensors))
+
+
 def test_drift_seen_by_status(pair):
     trainer, module, receiver = pair()
     with torch.no_grad():
@@ -577,7 +600,10 @@ def test_tied_names_must_agree(pair, refused):
 def test_arguments_of_another_type(pair, refused):
     trainer, module, receiver = pair()
     for payload in (None, 3, b"container", torch.zeros(3, dtype=torch.uint8)):
-        match = f"payload: expected a Payload or a list of its containers, got {type(payload).__name__}$"
+        match = (
+            r"payload: expected a Payload or the list of its containers that to_bytes\(\) returns, got "
+            f"{type(payload).__name__}$"
+        )
         refused(receiver, module, payload, TypeError, match)
     with pytest.raises(TypeError, match=r"^module: expected a torch.nn.Module, got NoneType$"):
         ws.ModuleReceiver(None)
