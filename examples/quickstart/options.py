@@ -13,6 +13,8 @@ from examples.quickstart import policy, rollout
 from megatron.core.tree_training import TreeBatch, read_jsonl
 
 SMALL_LR = 1e-6
+LARGEST_VOCABULARY = 1 << 18
+"""Of given trajectories: larger than today's tokenizers. The model has no more rows than the file needs."""
 
 
 def parser(text: str) -> argparse.ArgumentParser:
@@ -86,6 +88,11 @@ def read_given(path: Path):
         batch = TreeBatch.from_trajectories(trajectories)
         if not batch.num_loss_tokens:
             raise ValueError("no token is trained: every loss_mask is 0")
+        if batch.max_token >= LARGEST_VOCABULARY:
+            raise ValueError(
+                f"token {batch.max_token}: this model's vocabulary ends where the file's largest token does, "
+                f"and has at most {LARGEST_VOCABULARY:,} entries"
+            )
     except (OSError, ValueError) as error:
         sys.exit(f"quickstart: --trajectories {path}: {error}")
     return trajectories, reward, batch.max_token + 1, max(batch.lengths)

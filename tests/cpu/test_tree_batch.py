@@ -290,6 +290,33 @@ REFUSED = {
     "no values": (dict(values={"a": None}), r"values\['a'\] is no array of numbers: "),
     "ragged": (dict(tokens=[[1], [2, 3]]), r"tokens is no array of numbers: "),
     "NaN": (dict(values={"a": [0.0, 1.0, float("nan")]}), r"values\['a'\] is NaN at position 2"),
+    "-inf": (dict(values={"a": [0.0, 1.0, -np.inf]}), r"values\['a'\] is infinite at position 2"),
+    "inf row": (
+        dict(values={"a": torch.tensor([[0.0, 0], [1, np.inf], [0, 1]])}),
+        r"values\['a'\] is infinite at position 1",
+    ),
+    "complex": (dict(values={"a": [0, 1j, np.inf * 1j]}), r"values\['a'\] is (NaN|infinite) at position 2"),
+    "value type": (
+        dict(values={"a": [0, 1, 2]}),
+        r"values\['a'\] must be float64 as in trajectory 0, got int64",
+    ),
+    "row shape": (
+        dict(values={"a": np.zeros((3, 2), np.float32)}),
+        r"values\['a'\] must be float64 as in trajectory 0, got float32 rows of shape \(2,\)",
+    ),
+    "text mask": (dict(loss_mask=["0", "1", "1"]), r"loss_mask must be numbers or booleans, got text"),
+    "None in mask": (dict(loss_mask=[0, None, 1]), r"loss_mask must be .*, got objects, such as None"),
+    "ragged mask": (dict(loss_mask=[0, [1], 1]), r"loss_mask is no array of numbers: "),
+    "bf16 mask": (
+        dict(loss_mask=torch.tensor([0, 0.5, 1], dtype=torch.bfloat16)),
+        r"loss_mask must be 0 or 1, got 0.5 at position 1",
+    ),
+    "bf16 tokens": (
+        dict(tokens=torch.tensor([1.0, 2, 3], dtype=torch.bfloat16)),
+        r"tokens must be integers, got bfloat16",
+    ),
+    "None tokens": (dict(tokens=[1, None, 3]), r"tokens must be integers, got objects, such as None"),
+    "ragged identity": (dict(identity=[[1], [2, 3], [4]]), r"identity is no array of numbers: "),
     "NaN row": (dict(values={"a": np.full((3, 2), np.nan)}), r"values\['a'\] is NaN at position 0"),
     "value rows": (
         dict(values={"a": [0.0, 1.0]}),
@@ -297,7 +324,7 @@ REFUSED = {
     ),
     "value names": (
         dict(values={"b": [0.0, 1.0, 2.0]}),
-        r"values must be \{'a'.*as in trajectory 0, got \{'b'",
+        r"values must be \['a'\] as in trajectory 0, got \['b'\]",
     ),
     "trajectory names": (
         dict(trajectory_values={"x": 1}),
@@ -316,3 +343,32 @@ def test_refusals_name_the_trajectory(case):
         TreeBatch.from_trajectories([Trajectory(**good), Trajectory(**{**good, **fields})], vocab_size=50)
     with pytest.raises(ValueError, match="pad_to_multiple_of must be at least 1, got 0"):
         TreeBatch.from_trajectories([Trajectory(**good)], pad_to_multiple_of=0)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"tokens": [1]}, "expected a Trajectory, got dict; trajectories_from_records takes records"),
+        (None, "expected a Trajectory, got NoneType; "),
+        (Trajectory([1], [0], None), "values must be a mapping from names to values, got NoneType"),
+        (Trajectory([1], [0], [0.5]), "values must be a mapping from names to values, got list"),
+        (Trajectory([1], [0], {}, None), "trajectory_values must be a mapping .*, got NoneType"),
+    ],
+)
+def test_what_is_no_trajectory_is_refused(wrong, message):
+    with pytest.raises(TypeError, match=f"^trajectory 1: {message}"):
+        TreeBatch.from_trajectories([Trajectory([1], [0]), wrong])
+
+
+@pytest.mark.parametrize("wrong", [None, Trajectory([1], [0]), {"tokens": [1]}])
+def test_what_is_no_list_of_trajectories_is_refused(wrong):
+    message = rf"^trajectories: expected a list of Trajectory objects, got {type(wrong).__name__}"
+    for make in (TreeBatch.from_trajectories, lambda given: plan_micro_batches(given, 8)):
+        with pytest.raises(TypeError, match=message):
+            make(wrong)
+
+
+def test_a_bf16_mask_is_a_mask():
+    mask = torch.tensor([0, 1, 0], dtype=torch.bfloat16)
+    batch = TreeBatch.from_trajectories([Trajectory([1, 2, 3], mask)])
+    assert batch.loss_mask_L.tolist() == [False, True, False]

@@ -169,6 +169,8 @@ def test_refusals():
         log_probs(logits[:, :2], batch)
     with pytest.raises(ValueError, match=r"vocab_size must lie in \[1, 23\].*got 24"):
         log_probs(logits, batch, vocab_size=24)
+    with pytest.raises(ValueError, match=rf"^the batch has token {batch.max_token}, vocab_size is 2$"):
+        log_probs(logits, batch, vocab_size=2)
 
 
 def test_float16_module_can_leave_logits_in_bf16(single):

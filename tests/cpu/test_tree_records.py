@@ -77,7 +77,72 @@ def test_arrays_and_tensors_are_taken_as_lists_are():
     assert trajectories_from_records([record])[0].trajectory_values == {"advantages": 0.5}
 
 
+def test_fields_of_tokens_are_told_by_their_shape():
+    """Whatever their names, if they are so in every record; the others belong to the trajectory."""
+    records = [
+        {"prompt_ids": [1], "response_ids": [2, 3], "kl": [5, 6], "turns": [0, 1], "tags": ["a", "b"]},
+        {"prompt_ids": [1], "response_ids": [4], "kl": [7], "turns": [0, 1], "tags": ["a"]},
+    ]
+    first, second = trajectories_from_records(records)
+    assert first.values["kl"].tolist() == [0, 5, 6] and second.values["kl"].tolist() == [0, 7]
+    assert list(first.values) == ["kl"] and second.trajectory_values == {"turns": [0, 1], "tags": ["a"]}
+    assert first.values["kl"].dtype == np.int64
+    listed = {"prompt_ids": [1], "response_ids": [2, 3], "advantage": [0.5, -0.5]}
+    assert trajectories_from_records([listed])[0].values["advantage"].tolist() == [0, 0.5, -0.5]
+    with pytest.raises(ValueError, match=r"^trajectory 1: advantage must have 2 entries like the response"):
+        trajectories_from_records([listed, {**listed, "advantage": [1]}])
+    assert trajectories_from_records([{**listed, "advantage": 2}])[0].trajectory_values == {"advantage": 2}
+
+
+def test_integers_among_floating_point_numbers(tmp_path):
+    """JSON has 1 where it could have 1.0; and an empty list has no type."""
+    lists = ([1, 0], [0.5], [], [2])
+    path = write(
+        tmp_path,
+        *(
+            {"prompt_ids": [9], "response_ids": [3] * len(v), "advantages": v, "experts": [[4, 5]] * len(v)}
+            for v in lists
+        ),
+    )
+    got = read_jsonl(path, ("experts", "advantages"))
+    assert {t.values["advantages"].dtype for t in got} == {np.dtype(np.float32)}
+    assert {t.values["experts"].dtype for t in got} == {np.dtype(np.int64)}
+    batch = TreeBatch.from_trajectories(got)
+    assert batch.values_L["advantages"].tolist() == [0, 1, 0, 0, 0.5, 0, 0, 2]
+    assert batch.values["experts"][2].tolist() == [[0, 0]]
+
+
+def test_a_whole_response_without_a_mask_trains_all_that_has_a_log_probability():
+    (got,) = trajectories_from_records([{"tokens": [1, 2, 3], "response_length": 3}])
+    assert got.loss_mask.tolist() == [0, 1, 1]
+
+
 REFUSED = {
+    "no record": ([1], r"expected a record, a mapping from names to fields, got list"),
+    "first token": (
+        {"prompt_ids": [], "response_ids": [2, 3], "response_mask": [1, 1]},
+        r"response_mask must be 0 at entry 0: the response is the whole trajectory",
+    ),
+    "ragged mask": (
+        {"tokens": [1, 2, 3], "response_length": 2, "loss_mask": [0, [1]]},
+        r"loss_mask is no array of numbers: ",
+    ),
+    "text mask": (
+        {"tokens": [1, 2], "response_length": 1, "loss_mask": ["1"]},
+        r"loss_mask must be numbers, got text",
+    ),
+    "null": (
+        {"tokens": [1, 2, 3], "response_length": 2, "returns": [0.5, None]},
+        r"returns must be numbers, got objects, such as None",
+    ),
+    "NaN": (
+        {"tokens": [1, 2, 3], "response_length": 2, "returns": [0.5, float("nan")]},
+        r"returns must be finite, got nan at entry 1",
+    ),
+    "infinite": (
+        {"tokens": [1, 2, 3], "response_length": 2, "returns": [float("-inf"), 0.5]},
+        r"returns must be finite, got -inf at entry 0",
+    ),
     "text": ({"prompt_ids": "ab", "response_ids": [1]}, r"prompt_ids must be a list of token ids, got shape"),
     "no tokens": ({"tokens": None, "response_length": 0}, r"tokens must be a list of token ids, got shape"),
     "ragged": ({"tokens": [1, [2]], "response_length": 0}, r"tokens is no array of numbers: "),

@@ -175,6 +175,10 @@ GIVEN = {
     '{"reward": 1, "tokens": [1, 2], "response_length": 1, "loss_mask": [0]}': (
         "no token is trained: every loss_mask is 0"
     ),
+    '{"reward": 1, "tokens": [1, 999999], "response_length": 1}': (
+        "token 999999: this model's vocabulary ends where the file's largest token does, and has at most "
+        "262,144 entries"
+    ),
 }
 
 

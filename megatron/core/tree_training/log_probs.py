@@ -209,10 +209,11 @@ def _shard(columns, tp_group, vocab_size, max_token, temperature, chunk_rows):
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
     ranks, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
     total = columns * ranks
-    if vocab_size is None:
-        vocab_size = total
+    given, vocab_size = vocab_size, total if vocab_size is None else vocab_size
     if not 0 < vocab_size <= total:
         raise ValueError(f"vocab_size must lie in [1, {total}], the columns of all ranks, got {vocab_size}")
+    if max_token >= vocab_size and given is not None:
+        raise ValueError(f"the batch has token {max_token}, vocab_size is {vocab_size}")
     if max_token >= vocab_size:
         raise ValueError(
             f"the batch has token {max_token}, the logits have {vocab_size} columns over {ranks} "

@@ -1,6 +1,6 @@
 """Trajectories: what a trainer hands over, checked once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any
@@ -25,7 +25,7 @@ class Trajectory:
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """Per-token values by name, any dtype, [length, ...]: advantages, old log-probabilities, recorded
-    experts, …"""
+    experts, … Finite, also where the mask is 0: infinity times 0 is NaN."""
 
     trajectory_values: Mapping[str, Any] = field(default_factory=dict)
     """Per-trajectory values by name, anything: reward, group, …"""
@@ -62,7 +62,11 @@ def at_least_one(name, value):
 
 
 def _array(value):
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        # NumPy has no bfloat16.
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    return np.asarray(value)
 
 
 def _tensor(value):
@@ -76,12 +80,13 @@ def check(number, trajectory, vocab_size=None):
     """Check one trajectory.
 
     Raises ValueError, naming the trajectory's number, when a length disagrees, a token is no integer,
-    negative or outside of `vocab_size`, a mask is not 0/1 or marks the first token, a value is NaN, or an
-    identity has no row for each token.
+    negative or outside of `vocab_size`, a mask is not 0/1 or marks the first token, a value is NaN or
+    infinite, or an identity has no row for each token; TypeError when it is no Trajectory or its values are
+    no mappings.
     """
 
-    def refuse(problem):
-        raise ValueError(f"trajectory {number}: {problem}")
+    def refuse(problem, kind=ValueError):
+        raise kind(f"trajectory {number}: {problem}")
 
     def read(convert, name, value):
         try:
@@ -89,13 +94,20 @@ def check(number, trajectory, vocab_size=None):
         except (TypeError, ValueError) as error:  # a ragged list, None, text
             refuse(f"{name} is no array of numbers: {error}")
 
+    if not hasattr(trajectory, "tokens") or not hasattr(trajectory, "loss_mask"):
+        got = type(trajectory).__name__
+        refuse(f"expected a Trajectory, got {got}; trajectories_from_records takes records", TypeError)
+    for name in ("values", "trajectory_values"):
+        if not isinstance(getattr(trajectory, name), Mapping):
+            got = type(getattr(trajectory, name)).__name__
+            refuse(f"{name} must be a mapping from names to values, got {got}", TypeError)
     tokens = read(_array, "tokens", trajectory.tokens)
     if tokens.ndim != 1:
         refuse(f"tokens must have one dimension, got shape {tokens.shape}")
     if tokens.size == 0:
         refuse("tokens must not be empty")
     if tokens.dtype.kind not in "iu":
-        refuse(f"tokens must be integers, got {tokens.dtype}")
+        refuse(f"tokens must be integers, got {_kind(trajectory.tokens, tokens)}")
     length = tokens.size
     low, high = int(tokens.min()), int(tokens.max())
     limit = 2**31 if vocab_size is None else vocab_size
@@ -107,6 +119,8 @@ def check(number, trajectory, vocab_size=None):
     mask = read(_array, "loss_mask", trajectory.loss_mask)
     if mask.shape != (length,):
         refuse(f"loss_mask must have shape ({length},) like tokens, got {mask.shape}")
+    if mask.dtype.kind not in "biuf":
+        refuse(f"loss_mask must be numbers or booleans, got {_kind(trajectory.loss_mask, mask)}")
     if not ((mask == 0) | (mask == 1)).all():
         where = int((~((mask == 0) | (mask == 1))).argmax())
         refuse(f"loss_mask must be 0 or 1, got {mask[where]} at position {where}")
@@ -119,9 +133,11 @@ def check(number, trajectory, vocab_size=None):
         if value.dim() == 0 or value.shape[0] != length:
             refuse(f"values[{name!r}] must have {length} rows like tokens, got shape {tuple(value.shape)}")
         if value.is_floating_point() or value.is_complex():
-            nan = torch.isnan(value).flatten(1).any(1) if value.dim() > 1 else torch.isnan(value)
-            if nan.any():
-                refuse(f"values[{name!r}] is NaN at position {int(nan.int().argmax())}")
+            wrong = ~torch.isfinite(value)
+            if wrong.any():
+                where = int(wrong.reshape(length, -1).any(1).int().argmax())
+                found = "NaN" if torch.isnan(value[where]).any() else "infinite"
+                refuse(f"values[{name!r}] is {found} at position {where}")
         values[name] = value
 
     identity = kind = None
@@ -137,7 +153,7 @@ def check(number, trajectory, vocab_size=None):
                 identity.view(torch.uint8).numpy() if identity.dim() and identity.numel() else np.empty(shape)
             )
         else:
-            identity = np.ascontiguousarray(identity)
+            identity = read(np.ascontiguousarray, "identity", identity)
             kind = (f"torch.{identity.dtype}", identity.shape[1:])
             shape = identity.shape
             if identity.dtype.kind not in "biufc":
@@ -155,19 +171,39 @@ def check(number, trajectory, vocab_size=None):
     )
 
 
+def _kind(given, array):
+    """What to call the elements of something given as an array."""
+    if isinstance(given, torch.Tensor):
+        return str(given.dtype).removeprefix("torch.")
+    return {"U": "text", "S": "bytes", "O": "objects, such as None"}.get(array.dtype.kind, str(array.dtype))
+
+
 def check_all(trajectories, vocab_size=None):
     """Check every trajectory, and that they agree on value names, dtypes, row shapes and identity."""
+    if not isinstance(trajectories, Iterable) or isinstance(trajectories, Mapping):
+        got = type(trajectories).__name__
+        raise TypeError(f"trajectories: expected a list of Trajectory objects, got {got}")
     checked = [check(i, t, vocab_size) for i, t in enumerate(trajectories)]
     if not checked:
         return checked
 
-    def kinds(t):
-        return {name: (v.dtype, tuple(v.shape[1:])) for name, v in t.values.items()}
+    def kind(value):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} rows of shape {tuple(value.shape[1:])}" if value.dim() > 1 else dtype
 
-    names, first_kind = kinds(checked[0]), checked[0].identity_kind
+    first, first_kind = checked[0].values, checked[0].identity_kind
     for i, t in enumerate(checked):
-        if kinds(t) != names:
-            raise ValueError(f"trajectory {i}: values must be {names} as in trajectory 0, got {kinds(t)}")
+        if t.values.keys() != first.keys():
+            raise ValueError(
+                f"trajectory {i}: values must be {sorted(first)} as in trajectory 0, got {sorted(t.values)}"
+            )
+        for name, value in t.values.items():
+            wanted = first[name]
+            if (value.dtype, value.shape[1:]) != (wanted.dtype, wanted.shape[1:]):
+                raise ValueError(
+                    f"trajectory {i}: values[{name!r}] must be {kind(wanted)} as in trajectory 0, "
+                    f"got {kind(value)}"
+                )
         if t.trajectory_values.keys() != checked[0].trajectory_values.keys():
             raise ValueError(
                 f"trajectory {i}: trajectory_values must be {sorted(checked[0].trajectory_values)} as in "
