@@ -77,7 +77,7 @@ class Record:
         return self.group_index.to(device), self.start
 
 
-@dataclass
+@dataclass(repr=False)
 class Payload:
     """Containers as uint8 tensors. ``stats`` holds changed elements, total elements and encodings, for
     humans."""
@@ -87,6 +87,10 @@ class Payload:
     version: int
     base: tuple[int, int] | None
     stats: dict = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        kind = "dense" if self.dense else f"delta on versions {self.base[0]} to {self.base[1]}"
+        return f"Payload(version {self.version}, {kind}, {len(self.buckets)} buckets, {self.nbytes:,} bytes)"
 
     @property
     def dense(self) -> bool:

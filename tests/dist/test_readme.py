@@ -1,4 +1,4 @@
-"""README's training step, run as written: its gradients are those of the linear layout."""
+"""README's training step, run as written: its gradients are those of trajectories one by one."""
 
 import re
 from pathlib import Path
@@ -87,7 +87,24 @@ def step(groups, count, options, loss_per, config):
         return gradients, 1.0, given["step"].trajectory_ids
 
 
-LINEAR = dict(share_prefixes=False, max_trajectories=1)
+def one_by_one(count, loss_per, layers):
+    """The same gradients in plain torch: upstream's layout, a trajectory at a time, nothing of ours."""
+    with parallel():
+        (model,) = small_gpt.build(small_gpt.config(params_dtype=torch.float64, num_layers=layers))
+        sums = []
+        for tokens, mask, advantage in rollouts(count):
+            n = len(tokens)
+            hidden = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)[None, None]
+            log_p = model(tokens[None], torch.arange(n)[None], hidden)[0].log_softmax(-1)
+            drawn = log_p[:-1].gather(1, tokens[1:, None])[:, 0][mask[1:]]
+            terms = my_terms(drawn, advantage[mask])
+            sums.append(terms.mean() if loss_per == "trajectory" else terms.sum())
+        trained = sum(int(mask.sum()) for _, mask, _ in rollouts(count))
+        (sum(sums) / (count if loss_per == "trajectory" else trained)).backward()
+        named = small_gpt.global_names(model)
+        return {name: (p.grad.clone(), *_sharding(p)) for name, p in named.items()}, 1.0, None
+
+
 PIPELINE = dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
 CASES = {
     "one": (1, {}, {}, {}),
@@ -106,7 +123,7 @@ CASES = {
 def test_the_training_step_runs_as_written(world, layout, loss_per):
     size, groups, options, config = CASES[layout]
     ranks = world(size, step, groups, 3, options, loss_per, config)
-    linear = world(1, step, {}, 3, LINEAR, loss_per, {"num_layers": config.get("num_layers", 2)})
+    linear = world(1, one_by_one, 3, loss_per, config.get("num_layers", 2))
     assert any(not ids for rank in ranks for dealt in rank[2] for ids in dealt) == ("dummies" in layout)
     error, where = difference(ranks, linear)
     assert error < (1e-7 if loss_per == "summed" else 1e-10), where  # upstream's reciprocal is fp32

@@ -63,6 +63,15 @@ def pair(tiny, tensors_of):
     return make
 
 
+def test_a_payload_prints_short(pair):
+    trainer, _, receiver = pair()
+    whole = trainer.publish(dense=True)
+    assert repr(whole).startswith(f"Payload(version {whole.version}, dense, {len(whole.buckets)} buckets, ")
+    assert repr(whole).endswith(f", {whole.nbytes:,} bytes)") and receiver.apply(whole)
+    changes = trainer.publish(dense=False)
+    assert f"(version {changes.version}, delta on versions {changes.base[0]} to " in repr(changes)
+
+
 def same(trainer, module):
     state = module.state_dict()
     return all(
