@@ -10,6 +10,7 @@ from megatron.core.transformer.tree_attention import TreeUnsupportedError, refus
 from megatron.core.transformer.tree_metadata import TreeMetadata
 
 METADATA = TreeMetadata.from_nodes([-1, 0, 0], [3, 2, 2])
+CAUSAL = torch.triu(torch.ones(7, 7, dtype=torch.bool), 1)[None, None]
 
 
 def build(hybrid=False, **model):
@@ -66,6 +67,22 @@ CONFIGURATION = {
         dict(multi_latent_attention=True, apply_rope_fusion=True, num_attention_heads=6),
         r"upstream's fused rope of MLA and 6 heads on a rank: set apply_rope_fusion=False",
     ),
+    "jitter": (
+        dict(num_moe_experts=4, moe_input_jitter_eps=0.1),
+        r"moe_input_jitter_eps=0.1: leave moe_input_jitter_eps unset \(branches would share the noise",
+    ),
+    "random routing": (
+        dict(num_moe_experts=4, moe_router_force_load_balancing=True),
+        r"moe_router_force_load_balancing=True: leave moe_router_force_load_balancing unset",
+    ),
+    "biased routing": (
+        dict(num_moe_experts=4, moe_router_force_biased=-0.5),
+        r"moe_router_force_biased=-0.5: leave moe_router_force_biased unset",
+    ),
+    "overlapped experts": (
+        dict(num_moe_experts=4, overlap_moe_expert_parallel_comm=True),
+        r"overlap_moe_expert_parallel_comm=True in training: set it to False \(its schedule calls routers",
+    ),
     "batch invariance": (dict(batch_invariant_mode=True), r"batch_invariant_mode=True: set batch_inv"),
 }
 
@@ -109,6 +126,8 @@ def test_what_is_not_refused(single):
     model.config.attention_dropout = model.config.hidden_dropout = 0.1
     model.config.cuda_graph_impl = "transformer_engine"
     model.config.cuda_graph_modules = [CudaGraphModule.moe_router]
+    model.config.overlap_moe_expert_parallel_comm = True  # a schedule of training
+    model.config.num_moe_experts = 4
     refuse_unsupported_model(model.eval(), METADATA.packed_seq_params())
 
 
@@ -116,6 +135,27 @@ def test_without_tree_metadata_nothing_is_looked_at(single):
     refuse_unsupported_model(None, None)
     linear = dataclasses.replace(METADATA.packed_seq_params(), tree_metadata=None)
     refuse_unsupported_model(None, linear, object())
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["gpt", "hybrid"])
+def test_labels_of_a_tree_are_refused(single, hybrid):
+    """Its packed neighbours are not each other's targets; in a pack of roots the caller's labels are right."""
+    model = build(hybrid)
+    entered = []
+    model.decoder.register_forward_pre_hook(lambda *args: entered.append(1))
+    given = {"labels": torch.zeros(1, 7, dtype=torch.int64), "loss_mask": torch.ones(1, 7)}
+    for name, value in given.items():
+        with pytest.raises(
+            TreeUnsupportedError, match=rf"{name} passed to the model: leave {name} out and take .*log_probs\("
+        ):
+            forward(model, **{name: value})
+    assert not entered
+    roots = TreeMetadata.from_nodes([-1, -1], [4, 3])
+    labels = torch.arange(7)[None]
+    logits = forward(model, roots)
+    want = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none")
+    torch.testing.assert_close(forward(model, roots, labels=labels, loss_mask=given["loss_mask"])[0], want)
+    model(torch.zeros(1, 7, dtype=torch.int64), torch.arange(7)[None], CAUSAL, labels=labels)  # no tree at all
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["gpt", "hybrid"])
@@ -236,7 +276,7 @@ def test_a_model_is_walked_once(single, monkeypatch):
 
 def test_backend_of_the_configuration(single):
     with pytest.raises(ValueError, match="tree_attention_backend: expected auto or one of te, flash"):
-        forward(build(tree_attention_backend="quick"))
+        build(tree_attention_backend="quick")
     with pytest.raises(TreeUnsupportedError, match="tree attention backend 'te' cannot serve cpu, float32"):
         forward(build(tree_attention_backend="te"))
     model = build()

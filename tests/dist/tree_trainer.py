@@ -18,6 +18,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.tree_training import (
     Trajectory,
     TreeBatch,
@@ -211,6 +212,7 @@ def run(cfg, chunks, batches, terms, plain=False, per_token_loss=False):
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=cfg.bf16, use_distributed_optimizer=False)
     wrapped = [DistributedDataParallel(cfg, ddp, chunk) for chunk in chunks]
     cfg.finalize_model_grads_func, cfg.grad_scale_func = finalize_model_grads, None
+    destroy_moe_metrics_tracker()  # its size is that of the last model
     for chunk in wrapped:
         chunk.zero_grad_buffer()
     tp_group = parallel_state.get_tensor_model_parallel_group()

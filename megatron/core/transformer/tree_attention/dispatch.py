@@ -84,6 +84,14 @@ def tree_attention(
     )
 
 
+def check_backend_name(backend: str) -> None:
+    """Raise ValueError unless it is ``auto`` or a name of BACKENDS."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(
+            f"tree_attention_backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}"
+        )
+
+
 @functools.cache
 def select_backend(backend: str, case: TreeAttentionCase) -> str:
     """Name of the backend that serves the case: the one asked for or, with ``auto``, the first that can.
@@ -94,10 +102,7 @@ def select_backend(backend: str, case: TreeAttentionCase) -> str:
         ValueError: unknown name.
         TreeUnsupportedError: with the reason of every backend that was asked, and who would serve instead.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(
-            f"tree_attention_backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}"
-        )
+    check_backend_name(backend)
     reasons = {name: _supports(name, case) for name in BACKENDS}
     if backend != "auto":
         if reasons[backend] is not None:
@@ -195,7 +200,9 @@ def _check(q, k, v, metadata: TreeMetadata, sink) -> None:
     if not q.shape[0] == k.shape[0] == v.shape[0] == tokens:
         raise ValueError(
             f"q, k, v: expected {tokens} tokens (tree_metadata.padded_size), got {q.shape[0]}, {k.shape[0]}, "
-            f"{v.shape[0]}"
+            f"{v.shape[0]}. On a later pipeline stage: micro-batches differ in length; set "
+            "variable_seq_lengths=True (with moe_token_dispatcher_type='alltoall'), or give them one length "
+            "by plan_micro_batches(..., pad_to_multiple_of=max_tokens)"
         )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(

@@ -51,6 +51,27 @@ def refuse_unsupported_model(
         _checked_models.add(model)
 
 
+def refuse_labels(packed_seq_params: PackedSeqParams | None, **given) -> None:
+    """Called by the forward of GPTModel and HybridModel with labels and loss_mask.
+
+    They have one entry for each packed token, and a token where branches part predicts several. In a pack of
+    roots each token has at most one target, and the caller's labels can be right.
+
+    Raises:
+        TreeUnsupportedError: one of them is given for a tree.
+    """
+    metadata = getattr(packed_seq_params, "tree_metadata", None)
+    if metadata is None or metadata.roots_only:
+        return
+    for name, value in given.items():
+        if value is not None:
+            raise _unsupported(
+                f"{name} passed to the model",
+                f"leave {name} out and take megatron.core.tree_training.log_probs(logits, batch) (where "
+                "branches part, a token has several targets)",
+            )
+
+
 def refuse_unsupported_call(
     attention: Attention, packed_seq_params: PackedSeqParams, extra_kwargs: dict
 ) -> None:
@@ -115,6 +136,19 @@ def _refuse_configuration(
                     f"{name}={getattr(config, name)} in training",
                     f"set {name}=0.0 (branches would share the mask of their prefix)",
                 )
+    if config.num_moe_experts is not None:
+        # Drawn for each packed token, or forward pass; upstream draws them in evaluation, too.
+        for name in ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased"):
+            if getattr(config, name) not in (None, False):
+                raise _unsupported(
+                    f"{name}={getattr(config, name)}",
+                    f"leave {name} unset (branches would share the noise of their prefix)",
+                )
+        if training and config.overlap_moe_expert_parallel_comm:
+            raise _unsupported(
+                "overlap_moe_expert_parallel_comm=True in training",
+                "set it to False (its schedule calls routers without the tree's token weights)",
+            )
     if config.mtp_num_layers:
         raise _mtp()
     variant = config.experimental_attention_variant

@@ -104,7 +104,10 @@ def check_rows(rows: Tensor, num_tokens: int) -> None:
         raise ValueError(
             f"rotary embeddings have {rows.size(0)} rows for {num_tokens} packed tokens: with tree metadata "
             "or rotary_use_position_ids each packed token brings its own row. Position ids must cover the "
-            "whole pack, padding included, and a model that builds its own embeddings must gather them"
+            "whole pack, padding included, and a model that builds its own embeddings must gather them. On a "
+            "later pipeline stage: micro-batches differ in length; set variable_seq_lengths=True (with "
+            "moe_token_dispatcher_type='alltoall'), or give them one length by "
+            "plan_micro_batches(..., pad_to_multiple_of=max_tokens)"
         )
 
 
