@@ -139,15 +139,14 @@ def test_without_tree_metadata_nothing_is_looked_at(single):
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["gpt", "hybrid"])
 def test_labels_of_a_tree_are_refused(single, hybrid):
-    """Its packed neighbours are not each other's targets; in a pack of roots the caller's labels are right."""
+    """A token where branches part has several targets; in a pack of roots the caller's labels are right."""
     model = build(hybrid)
     entered = []
     model.decoder.register_forward_pre_hook(lambda *args: entered.append(1))
     given = {"labels": torch.zeros(1, 7, dtype=torch.int64), "loss_mask": torch.ones(1, 7)}
     for name, value in given.items():
-        with pytest.raises(
-            TreeUnsupportedError, match=rf"{name} passed to the model: leave {name} out and take .*log_probs\("
-        ):
+        message = rf"{name} passed to the model: leave {name} out and take .*log_probs\(logits, batch\)"
+        with pytest.raises(TreeUnsupportedError, match=message):
             forward(model, **{name: value})
     assert not entered
     roots = TreeMetadata.from_nodes([-1, -1], [4, 3])
@@ -155,7 +154,8 @@ def test_labels_of_a_tree_are_refused(single, hybrid):
     logits = forward(model, roots)
     want = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none")
     torch.testing.assert_close(forward(model, roots, labels=labels, loss_mask=given["loss_mask"])[0], want)
-    model(torch.zeros(1, 7, dtype=torch.int64), torch.arange(7)[None], CAUSAL, labels=labels)  # no tree at all
+    tokens = torch.zeros(1, 7, dtype=torch.int64)
+    assert model(tokens, labels, CAUSAL, labels=labels).shape == (1, 7)  # no tree at all
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["gpt", "hybrid"])
@@ -272,6 +272,24 @@ def test_a_model_is_walked_once(single, monkeypatch):
     forward(model)
     monkeypatch.setattr(refusals, "_refuse_layer", lambda layer: pytest.fail("walked again"))
     forward(model)
+
+
+def test_lengths_that_disagree_name_the_pipelines_remedies(single):
+    """Without variable_seq_lengths, a later stage receives as many tokens as seq_length says."""
+    message = (
+        r"On a later pipeline stage: .*variable_seq_lengths=True \(with moe_token_dispatcher_type="
+        r"'alltoall'\), or give them one length by plan_micro_batches\(\.\.\., pad_to_multiple_of=max_tokens\)"
+    )
+    for mla, tokens in ((False, 8), (False, 6), (True, 6)):
+        model = build(mla=mla)
+        model.pre_process = model.decoder.pre_process = False
+        model.set_input_tensor(torch.zeros(tokens, 1, 32))
+        with pytest.raises(ValueError, match=rf"for {tokens} packed tokens: .*" + message):
+            forward(model)
+        layer = model.decoder.layers[0].self_attention
+        q, kv = torch.zeros(tokens, 4, 8), torch.zeros(tokens, 2, 8)
+        with pytest.raises(ValueError, match=rf"expected 7 tokens .*got {tokens}, {tokens}, .*" + message):
+            layer._run_core_attention(q, kv, kv, None, packed_seq_params=METADATA.packed_seq_params())
 
 
 def test_backend_of_the_configuration(single):

@@ -45,7 +45,10 @@ def router_of(**overrides):
 
 
 def layer_of(router, **attributes):
-    return SimpleNamespace(config=router.config, is_moe_layer=True, pg_collection=None, **attributes)
+    mlp = SimpleNamespace(router=router)
+    return SimpleNamespace(
+        config=router.config, is_moe_layer=True, pg_collection=None, mlp=mlp, **attributes
+    )
 
 
 def tree_route(router, batch, hidden_T):
@@ -294,4 +297,34 @@ def test_replayed_experts_reach_their_tokens(single):
         replay_experts(model, batch, torch.zeros(batch.padded_size, 1, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="no router replays: set moe_enable_routing_replay"):
         replay_experts(model[0], batch, batch.values["experts"])
+
+    # NumPy, also of types that torch hardly knows; and a whole pack.
+    targets = router.router_replay.target_topk_idx
+    for convert in (lambda e: e.numpy().astype("uint16"), lambda e: e.numpy().astype("int8")):
+        replay_experts(model, batch, [convert(e) for e in recorded])
+        assert torch.equal(router.router_replay.target_topk_idx, targets)
+    replay_experts(model, batch, batch.pack_values(recorded).numpy())
+    assert torch.equal(router.router_replay.target_topk_idx, targets)
+
+    # Experts that the router does not have, or has once.
+    for bad in ([0, 4], [-1, 2], [3, 3]):
+        wrong = [e.clone() for e in recorded]
+        wrong[2][5, 0] = torch.tensor(bad)
+        message = rf"trajectory 2: the token at position 5 has experts \[{bad[0]}, {bad[1]}\] in layer 1, "
+        with pytest.raises(ValueError, match=message + r"expected 2 different ones of 0\.\.3; were they rec"):
+            replay_experts(model, batch, wrong)
+    assert torch.equal(router.router_replay.target_topk_idx, targets)
+
+    # The experts of the batch before, though it is as long; what others set is theirs to get right.
+    later = TreeBatch.from_trajectories(trajectories, pad_to_multiple_of=32)
+    hidden = torch.randn(later.padded_size, HIDDEN)
+    with pytest.raises(ValueError, match="layer 1 is to replay recorded experts, and has those of another"):
+        tree_route(router, later, hidden)
+    router.router_replay.set_target_indices(targets.clone())
+    tree_route(router, later, hidden)
+    RouterReplay.clear_global_indices()
+    with pytest.raises(ValueError, match=r"and has none: call replay_experts\(model, batch, experts\)"):
+        tree_route(router, later, hidden)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    tree_route(router, later, hidden)
     RouterReplay.clear_global_router_replay_instances()

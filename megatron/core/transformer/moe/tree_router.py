@@ -22,6 +22,8 @@ function's count of the step), as upstream weighs it in the linear layout, which
 seq_aux_loss takes a whole pack as one sequence, as upstream does with any packed (THD) micro-batch.
 """
 
+import weakref
+
 import torch
 
 from megatron.core.transformer.tree_metadata import RouterStatistics
@@ -50,6 +52,7 @@ def router_weights(layer, padding_mask, packed_seq_params):
         return padding_mask
     config = layer.config
     _refuse(layer, config, padding_mask)
+    _check_targets(layer, metadata)
     tp = layer.pg_collection.tp if config.sequence_parallel else None
     size, rank = (1, 0) if tp is None else (tp.size(), tp.rank())
 
@@ -63,6 +66,34 @@ def router_weights(layer, padding_mask, packed_seq_params):
         ]
 
     return metadata.cached(("router weights", size, rank, config.calculate_per_token_loss), build)
+
+
+def mark_targets(target_indices, metadata):
+    """Say that a router's recorded experts, a tensor, are those of this tree: `router_weights` checks it."""
+    target_indices.of_tree = weakref.ref(metadata)
+
+
+def _check_targets(layer, metadata):
+    """Recorded experts of another micro-batch would be replayed, silently where it is as long.
+
+    Raises:
+        ValueError: there are none, or they are of another tree. Those that others than `replay_experts` set
+            are not looked at.
+    """
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replay = getattr(layer.mlp.router, "router_replay", None)
+    if replay is None or replay.router_replay_action != RouterReplayAction.REPLAY_FORWARD:
+        return
+    targets = replay.target_topk_idx
+    of_tree = getattr(targets, "of_tree", None)
+    if targets is None or (of_tree is not None and of_tree() is not metadata):
+        raise ValueError(
+            f"layer {layer.mlp.router.layer_number} is to replay recorded experts, and has "
+            f"{'none' if targets is None else 'those of another batch'}: call replay_experts(model, batch, "
+            "experts) before every forward pass, with the very batch that the model gets (after batch.to), "
+            "and where pipelines recompute a layer, set the action REPLAY_BACKWARD for backward passes"
+        )
 
 
 def _refuse(layer, config, padding_mask):
