@@ -278,7 +278,8 @@ def test_lengths_that_disagree_name_the_pipelines_remedies(single):
     """Without variable_seq_lengths, a later stage receives as many tokens as seq_length says."""
     message = (
         r"On a later pipeline stage: .*variable_seq_lengths=True \(with moe_token_dispatcher_type="
-        r"'alltoall'\), or give them one length by plan_micro_batches\(\.\.\., pad_to_multiple_of=max_tokens\)"
+        r"'alltoall'\), or give them one length by plan_micro_batches\(\.\.\., "
+        r"pad_to_multiple_of=max_tokens\)"
     )
     for mla, tokens in ((False, 8), (False, 6), (True, 6)):
         model = build(mla=mla)
