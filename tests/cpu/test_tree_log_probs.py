@@ -161,6 +161,8 @@ def test_refusals():
         log_probs(logits[:8].view(2, 4, VOCABULARY), batch)
     with pytest.raises(TypeError, match=r"logits must be floating point, got torch.int64"):
         log_probs(logits.long(), batch)
+    with pytest.raises(TypeError, match="logits must be a tensor, got tuple"):
+        log_probs((logits,), batch)
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         log_probs(logits, batch, temperature=0)
     with pytest.raises(

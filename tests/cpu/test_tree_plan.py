@@ -254,6 +254,8 @@ def test_loss_scales(loss_per, count):
     for scale in (batch.averaged_loss, batch.summed_loss):  # what sum() makes of a dummy's empty list
         with pytest.raises(TypeError, match=r"got int\. A plan's dummy .* loss from unpack_linear"):
             scale(sum([]))
+        with pytest.raises(ValueError, match=r"loss_sum: expected one number, a sum, got shape \(3,\)"):
+            scale(torch.ones(3))
 
 
 def test_refusals():

@@ -177,5 +177,6 @@ def test_refusals_name_the_line(tmp_path):
     good = {"prompt_ids": [1], "response_ids": [2]}
     with pytest.raises(ValueError, match=r"trajectories.jsonl, line 3, column 2: Expecting"):
         read_jsonl(write(tmp_path, good, "{"))
+    assert len(read_jsonl(write(tmp_path, "\ufeff" + json.dumps(good)))) == 1  # a byte order mark
     with pytest.raises(ValueError, match=r"trajectories.jsonl, line 1: expected a JSON object, got list"):
         read_jsonl(write(tmp_path, "[1]"))

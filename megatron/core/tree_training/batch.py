@@ -418,7 +418,10 @@ class TreeBatch:
         return self._moved(metadata, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self):
-        """The same batch in pinned memory, from where `to` copies without blocking; data loaders call it."""
+        """The same batch in pinned memory, from where `to` copies without blocking.
+
+        A torch DataLoader with batch_size=None and pin_memory=True calls it.
+        """
         metadata = self.tree_metadata
         statistics = metadata.router_statistics
         metadata = replace(
@@ -455,3 +458,5 @@ def _require_tensor(loss_sum):
             "plan's dummy micro-batch has no trajectories; the sum of an empty list is no tensor: form the "
             "loss from unpack_linear, values_L and loss_mask_L, or trajectory_means"
         )
+    if loss_sum.numel() != 1:
+        raise ValueError(f"loss_sum: expected one number, a sum, got shape {tuple(loss_sum.shape)}")

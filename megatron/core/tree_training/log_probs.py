@@ -193,6 +193,8 @@ def _same_token_sum(g_M, targets):
 
 def _rows(logits, batch):
     T = batch.padded_size
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
     if logits.dim() == 3 and 1 in logits.shape[:2]:
         logits = logits.flatten(0, 1)
     if logits.dim() != 2 or logits.shape[0] != T:

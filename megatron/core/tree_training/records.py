@@ -174,7 +174,7 @@ def read_jsonl(path, response_values=RESPONSE_VALUES):
         ValueError: naming the line, when it is no JSON object; otherwise as `trajectory_from_record`.
     """
     records = []
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
