@@ -1,6 +1,8 @@
-"""README's training step, run as written: its gradients are those of trajectories one by one."""
+"""README's blocks, run as written: a training step as one by one, and weights to the rollout."""
 
 import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -170,3 +172,71 @@ def test_ranks_with_plans_of_their_own_are_refused_on_every_rank(world, what):
 def test_the_same_plan_on_every_rank_passes(world):
     """Values may differ: they are rounded on every rank."""
     assert world(4, checked, "values", True) == [None] * 4
+
+
+def run(marker, given, address):
+    (text,) = blocks(marker)
+    assert "HOST:PORT" in text or marker == "publisher.publish("
+    exec(compile(text.replace("tcp://HOST:PORT", address), str(README), "exec"), given)
+
+
+def shape():
+    from examples.quickstart import policy
+
+    return policy.Shape(layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48)
+
+
+def rollout_job(address):
+    """README's rollout process: what it holds in the end."""
+    from examples.quickstart import rollout
+
+    module = rollout.model(shape(), 32, 64, "cpu")
+    run("serve_forever", {"hf_model": module}, address)
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def trainer_job(address):
+    """README's trainers: what they held when they last synced, and the reports."""
+    import torch.distributed as dist
+
+    from examples.quickstart import policy, rollout
+    from megatron.core.param_export import export
+    from megatron.core.tree_training import Trajectory, TreeBatch
+    from megatron.weight_sync import ModuleReceiver
+
+    module, main = rollout.model(shape(), 32, 64, "cpu"), dist.get_rank() == 0
+    with parallel(tp=2):
+        trained = policy.Policy(shape(), 32, 64, 1e-3, "cpu")
+        given = {"model_chunks": [trained.ddp], "optimizer": trained.optimizer, "hf_config": module.config}
+        run("publisher.sync(", given, address)
+        reports, publisher = [given["report"]], given["publisher"]
+        for _ in range(2):
+            trained.set_lr(1e-6)
+            values = {"advantage": [1.0] * 5, "rollout_log_probs": [0.0] * 5}
+            tree = TreeBatch.from_trajectories([Trajectory([5, 6, 7, 8, 9], [0, 0, 1, 1, 1], values)])
+            trained.step([tree])
+            reports.append(publisher.sync())
+        if main:
+            given["transport"].close()
+        held = dict(export(given["plan"], receivers=[0]))
+        publisher.register("engine")
+        given["receivers"] = {"engine": ModuleReceiver(module)}
+        run("publisher.publish(", given, address)
+        if main:
+            assert all(torch.equal(held[name], tensor) for name, tensor in module.state_dict().items())
+            assert publisher.sender.state("engine") == "synced"
+        return held, [(report.version, report.dense_bytes > 0, report.delta_bytes > 0) for report in reports]
+
+
+def test_weights_go_to_the_rollout_as_written(world):
+    """Two jobs with a world each: two trainers, and a rollout process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with ThreadPoolExecutor(1) as pool:
+        rollout = pool.submit(world, 1, rollout_job, address, timeout=60)
+        (held, reports), (_, others) = world(2, trainer_job, address, timeout=60)
+        (arrived,) = rollout.result()
+    assert reports == others == [(1, True, False), (2, False, True), (3, False, True)]
+    assert set(arrived) == set(held)
+    assert all(torch.equal(held[name], tensor) for name, tensor in arrived.items())

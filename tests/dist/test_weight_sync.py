@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron import weight_sync as ws
 from megatron.weight_sync.boxes import Box
-from megatron.weight_sync.transport.collective import CollectiveReceiver, CollectiveTransport
+from megatron.weight_sync.transport.collective import CollectiveReceiver, CollectiveTransport, connect
 
 
 def weights(seed):
@@ -144,12 +144,12 @@ def test_groups_that_would_hang_are_refused(world):
     first, second, third, fourth = world(4, misplaced, timeout=30)
     outside = "receivers are other ranks of the group of {}, as the group counts them, got {}"
     idle = (
-        "ranks {} of the group of 4 neither send nor receive, and every call would wait for them: make a "
-        "group without them, torch.distributed.new_group({}), and give receivers their ranks in it"
+        "ranks {} of the group of 4 neither send nor receive, and every call would wait for them: the group "
+        "is the sender and the receivers alone, see connect()"
     )
     strange = "rank {} is not a member of this group"
     assert first == [
-        idle.format([1, 2], [0, 3]),
+        idle.format([1, 2]),
         outside.format(2, {"a": 2}),
         outside.format(4, {"a": 0}),
         "every receiver has a rank of its own, got " + str({"a": 1, "b": 1}),
@@ -157,10 +157,21 @@ def test_groups_that_would_hang_are_refused(world):
         "source is a rank in the group of 4, got 4",
         "(['a'], {'d': ValueError(\"this transport has no receiver 'd', only ['a', 'b', 'c']\")})",
     ]
-    assert second[0] == idle.format([0, 2], [1, 3])
+    assert second[0] == idle.format([0, 2])
     assert second[1] == second[4] == strange.format(1) and fourth[1] == fourth[4] == strange.format(3)
     assert third[4] is None and third[1] == outside.format(2, {"a": 2})
     assert fourth[0] == outside.format(4, {"a": 3})
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (("HOST", 0, 2), "an address is tcp://HOST:PORT, got 'HOST'"),
+    (("tcp://HOST:1", 2, 2), "rank is from 0 to 1 in a group of 2, got 2"),
+    (("tcp://HOST:1", 1, 2, "tpu"), "device is 'cpu' or 'cuda', got 'tpu'"),
+])  # fmt: skip
+def test_connect_refuses(arguments, text):
+    with pytest.raises(ValueError) as caught:
+        connect(*arguments)
+    assert str(caught.value) == text
 
 
 def local_receiver(rank, size, shards):

@@ -259,14 +259,18 @@ NCCL = """
 import os, sys, torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 import megatron.weight_sync as ws
-from megatron.weight_sync.transport.collective import CollectiveReceiver, CollectiveTransport
+from megatron.weight_sync.transport.collective import CollectiveReceiver, CollectiveTransport, connect
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
-dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+if sys.argv[2] == "world":
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    group = None
+else:
+    group = connect(sys.argv[2], rank, 2, device="cuda")
 torch.manual_seed(rank)
 module = torch.nn.Linear(65, 129).cuda().to(torch.bfloat16)
 if rank == 0:
-    transport = CollectiveTransport({"r": 1}, device="cuda")
+    transport = CollectiveTransport({"r": 1}, group)
     sender = ws.Sender("m", encodings=("packed",))
     sender.register("r")
     tensors, old = dict(module.state_dict()), {}
@@ -288,15 +292,17 @@ if rank == 0:
     print("SYNCED", ws.total(ws.fingerprint(tensors)), flush=True)
 else:
     receiver = ws.ModuleReceiver(module)
-    CollectiveReceiver(receiver, device="cuda").serve_forever()
+    CollectiveReceiver(receiver, group=group).serve_forever()
     assert receiver.version == 3
     print("HELD", ws.total(ws.fingerprint(dict(module.state_dict()))), flush=True)
-dist.destroy_process_group()
+if group is None:
+    dist.destroy_process_group()
 """
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_payloads_over_nccl(tmp_path):
+@pytest.mark.parametrize("group", ["world", "tcp://127.0.0.1:29671"], ids=["world", "connect"])
+def test_payloads_over_nccl(tmp_path, group):
     script = tmp_path / "nccl.py"
     script.write_text(NCCL)
     command = [
@@ -308,7 +314,7 @@ def test_payloads_over_nccl(tmp_path):
         str(script),
     ]
     done = subprocess.run(
-        [*command, str(ROOT / "build/tree")], capture_output=True, text=True, timeout=300, check=False
+        [*command, str(ROOT / "build/tree"), group], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     said = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("SYNCED", "HELD")))

@@ -8,6 +8,7 @@ receivers is broadcast; one for some of them is sent to those alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,23 +22,55 @@ _CLOSE, _DELIVER, _STATUS = 0, 1, 2
 _ANSWER = 2048  # bytes per rank
 
 
+def connect(address: str, rank: int, size: int, device: str = "cpu", timeout: float = 86400.0):
+    """A group of processes that need not share a world: a trainer's sending rank, and rollout processes of
+    other jobs. Returns when all of them have called it.
+
+    Megatron takes the whole world for its own (its optimizer gathers over it), so rollout ranks belong in
+    another one.
+
+    Args:
+        address: ``tcp://HOST:PORT``, where rank 0 of the group listens.
+        rank, size: this process's rank in the group, from 0, and how many there are.
+        device: "cpu" connects through gloo, "cuda" through NCCL: then every process has a GPU of its own.
+        timeout: seconds that one call may take; a receiver's waits for the sender's next.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"an address is tcp://HOST:PORT, got {address!r}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is from 0 to {size - 1} in a group of {size}, got {rank}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is 'cpu' or 'cuda', got {device!r}")
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=limit)
+    store = dist.PrefixStore("megatron.weight_sync", store)
+    if device == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
 class _Member:
+    """One process of the group. Works on the group's own operations: groups of :func:`connect` are not known
+    to torch.distributed's."""
+
     def __init__(self, group, device: str | None, source: int | None):
-        self.group, self.rank = group, dist.get_rank(group)
-        if self.rank < 0:
+        group = dist.group.WORLD if group is None else group
+        if not hasattr(group, "rank"):
             raise ValueError(f"rank {dist.get_rank()} is not a member of this group")
-        self.device = device or ("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-        self.size, self.source = dist.get_world_size(group), self.rank if source is None else source
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.device = device or ("cuda" if group.name() == "nccl" else "cpu")
+        self.source = self.rank if source is None else source
         if not 0 <= self.source < self.size:
             raise ValueError(f"source is a rank in the group of {self.size}, got {self.source}")
-        self.source_global = self.peer(self.source)
 
     def announce(self, row: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(row, src=self.source_global, group=self.group)
+        options = dist.BroadcastOptions()
+        options.rootRank = self.source
+        self.group.broadcast([row], options).wait()
         return row
-
-    def peer(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank) if self.group is not None else rank
 
     def collect(self, mine: bytes) -> list[bytes]:
         """Every rank's answer, on every rank."""
@@ -45,7 +78,7 @@ class _Member:
         if mine:
             row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        dist.all_gather(rows, row, group=self.group)
+        self.group.allgather([rows], [row]).wait()
         return [r.cpu().numpy().tobytes().rstrip(b"\0") for r in rows]
 
 
@@ -54,7 +87,8 @@ class CollectiveTransport(_Member):
 
     Args:
         ranks: receiver id → its rank in the group. Every member but the sender is the rank of one receiver.
-        group: torch.distributed group of the sender and the receivers alone; None is the whole world.
+        group: the sender and the receivers alone: from :func:`connect`, or a torch.distributed group; None is
+            the whole world.
         device: where the backend wants tensors; None: "cuda" for NCCL, "cpu" otherwise.
 
     Raises:
@@ -76,11 +110,9 @@ class CollectiveTransport(_Member):
             raise ValueError(f"every receiver has a rank of its own, got {self.ranks}")
         idle = sorted(set(range(self.size)) - {self.rank, *self.ranks.values()})
         if idle:
-            members = [self.peer(rank) for rank in sorted({self.rank, *self.ranks.values()})]
             raise ValueError(
                 f"ranks {idle} of the group of {self.size} neither send nor receive, and every call would "
-                f"wait for them: make a group without them, torch.distributed.new_group({members}), and "
-                "give receivers their ranks in it"
+                "wait for them: the group is the sender and the receivers alone, see connect()"
             )
 
     def deliver(self, payload: Payload, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
@@ -94,7 +126,7 @@ class CollectiveTransport(_Member):
                 self.announce(piece)
                 continue
             for name in names:
-                dist.send(piece, dst=self.peer(self.ranks[name]), group=self.group)
+                self.group.send([piece], self.ranks[name], 0).wait()
         return self._answers(names) | strange
 
     def statuses(self, receiver_ids: Iterable[str]) -> dict[str, Ack | Exception]:
@@ -169,7 +201,7 @@ class CollectiveReceiver(_Member):
                 if everyone:
                     self.announce(piece)
                 else:
-                    dist.recv(piece, src=self.source_global, group=self.group)
+                    self.group.recv([piece], self.source, 0).wait()
                 containers.append(piece)
         answer: Ack | Exception | None = None
         if called:
