@@ -38,7 +38,7 @@ def parser(text: str) -> argparse.ArgumentParser:
     p.add_argument("--groups", type=int, default=16, help="problems per step")
     p.add_argument("--group-size", type=int, default=8, help="sampled answers per problem")
     p.add_argument("--max-tokens", type=int, default=640, help="packed tokens in one micro-batch")
-    p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--lr", type=float, default=6e-4)
     p.add_argument("--entropy-bonus", type=float, default=0.05)
     p.add_argument("--held-out", type=int, default=128, help="problems of the evaluation")
     p.add_argument("--trajectories", type=Path, help="train on this JSON-lines file instead of sampling")

@@ -29,7 +29,7 @@ class Shape:
 
     layers: int = 4
     hidden: int = 160
-    heads: int = 4
+    heads: int = 6
     kv_heads: int = 2
     head_dim: int = 32
     ffn: int = 384
