@@ -2,6 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron import weight_sync as ws
+from tests.cpu.weight_sync.trainer import Trainer
+
 torch.set_num_threads(1)
 
 
@@ -52,3 +55,32 @@ def bits():
         return {k: v.detach().reshape(-1).view(torch.uint8).clone() for k, v in module.state_dict().items()}
 
     return get
+
+
+@pytest.fixture
+def pair(tiny, tensors_of):
+    """(trainer, receiver module, receiver), after one dense sync."""
+
+    def make(dtype=torch.bfloat16, **kwargs):
+        trainer = Trainer(tensors_of(tiny(1, dtype)), **kwargs)
+        module = tiny(2, dtype)
+        receiver = ws.ModuleReceiver(module)
+        trainer.sender.register("r")
+        assert trainer.acknowledge("r", receiver.apply(trainer.publish()))
+        return trainer, module, receiver
+
+    return make
+
+
+@pytest.fixture
+def refused(bits):
+    def check(receiver, module, payload, error, match):
+        before, status = bits(module), receiver.status()
+        with pytest.raises(error, match=match) as caught:
+            receiver.apply(payload)
+        assert type(caught.value) is error
+        after = bits(module)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert receiver.status() == status and not receiver.poisoned
+
+    return check

@@ -209,3 +209,15 @@ class Engine(nn.Module):
         mine, w13 = tensor.chunk(self.size)[self.rank], self.get(f"{layer}.w13")[e]
         part = w13[:, begin : begin + self.inner] if self.transposed else w13[begin : begin + self.inner]
         part.copy_(mine.t() if self.transposed else mine)
+
+
+def reload_of(engine, restore=False):
+    """What an engine does with weights that it is given: load, process and, where it can, restore."""
+
+    def reload(weights):
+        engine.load_weights(weights)
+        engine.process()
+        if restore:
+            engine.restore()
+
+    return reload
