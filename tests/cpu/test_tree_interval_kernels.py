@@ -1,33 +1,17 @@
 """The Triton kernels of block lists: interpreted on the CPU against plain torch, and compiled for Hopper."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from megatron.core.transformer.tree_attention import intervals
 from megatron.core.transformer.tree_metadata import TreeMetadata
+from tests.cpu import interpreted
 from tests.cpu.test_tree_metadata import random_tree
 
-# Triton reads TRITON_INTERPRET when it is imported, so the cases run in a process of their own.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
 
-
-@pytest.mark.skipif(INTERPRETED, reason="the outer process")
+@interpreted.outside
 def test_interpreted():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and f"{len(CASES) + 1} passed" in done.stdout, done.stdout + done.stderr
+    interpreted.run(__file__, len(CASES) + 1)
 
 
 CASES = [
@@ -46,7 +30,7 @@ CASES = [
 ]
 
 
-@interpreted
+@interpreted.inside
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_kernels_against_torch(case):
     from megatron.core.transformer.tree_attention import interval_kernels
@@ -67,7 +51,7 @@ def test_kernels_against_torch(case):
                 assert not index[row, n:].any()  # a block that exists
 
 
-@interpreted
+@interpreted.inside
 def test_block_sizes_are_checked():
     from megatron.core.transformer.tree_attention import interval_kernels
 
@@ -75,7 +59,7 @@ def test_block_sizes_are_checked():
         interval_kernels.block_lists(TreeMetadata.from_nodes([-1], [9]), 64, 72, False, None)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs the real compiler")
+@interpreted.outside
 @pytest.mark.parametrize("window", [False, True])
 def test_kernels_compile_for_hopper_without_one(window):
     triton = pytest.importorskip("triton")

@@ -1,30 +1,16 @@
 """The Triton kernels of log_probs, interpreted on the CPU, against plain torch in fp64."""
 
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-# Triton reads TRITON_INTERPRET when it is imported, so the cases run in a process of their own.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
+from tests.cpu import interpreted
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the outer process")
+@interpreted.outside
 def test_interpreted():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "10 passed" in done.stdout, done.stdout + done.stderr
+    interpreted.run(__file__, 10)
 
 
 def batch_of(seed, vocabulary, identity):
@@ -62,7 +48,7 @@ def compute(fused, batch, logits, monkeypatch, with_entropy, **options):
     return lp.detach().double(), h.detach().double() if with_entropy else lp.detach().double() * 0, x.grad
 
 
-@interpreted
+@interpreted.inside
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_equal_plain_torch(dtype, with_entropy, monkeypatch):
@@ -90,7 +76,7 @@ def test_kernels_equal_plain_torch(dtype, with_entropy, monkeypatch):
     torch.testing.assert_close(got[2].double(), want[2], rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-@interpreted
+@interpreted.inside
 def test_equal_tokens_with_different_identity(monkeypatch):
     batch = batch_of(3, 50, identity=True)
     assert not batch.distinct_targets and batch_of(3, 50, identity=False).distinct_targets
@@ -101,7 +87,7 @@ def test_equal_tokens_with_different_identity(monkeypatch):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-@interpreted
+@interpreted.inside
 def test_rows_of_a_wider_tensor(monkeypatch):
     batch = batch_of(5, 40, identity=False)
     wide = torch.randn(batch.padded_size, 64, generator=torch.Generator().manual_seed(6))
@@ -111,7 +97,7 @@ def test_rows_of_a_wider_tensor(monkeypatch):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-@interpreted
+@interpreted.inside
 def test_targets_of_other_ranks_are_left_alone():
     from megatron.core.tree_training import kernels
 
@@ -123,7 +109,7 @@ def test_targets_of_other_ranks_are_left_alone():
     assert torch.equal(gradient, want)
 
 
-@interpreted
+@interpreted.inside
 def test_padding_only(monkeypatch):
     from megatron.core.tree_training import TreeBatch
 
@@ -132,7 +118,7 @@ def test_padding_only(monkeypatch):
     assert (lp == 0).all() and (h == 0).all() and (gradient == 0).all()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
+@interpreted.outside
 @pytest.mark.parametrize("capability", [90, 100])
 def test_compile_to_wide_loads_without_a_gpu(capability):
     triton = pytest.importorskip("triton")

@@ -11,6 +11,7 @@ from torch import nn
 from megatron import weight_sync as ws
 from megatron.weight_sync.boxes import Box
 from megatron.weight_sync.transport.collective import CollectiveReceiver, CollectiveTransport, connect
+from tests.cpu.weight_sync.streams import fill
 
 
 def weights(seed):
@@ -29,19 +30,6 @@ def change(tensors, old, step):
     for name, tensor in tensors.items():
         old[name] = tensor.clone()
         tensor.view(-1)[step % tensor.numel() :: 5] += 1
-
-
-def fill(tensors, old):
-    def into(update):
-        for name, tensor in tensors.items():
-            if update.dense:
-                update.add_dense(name, tensor)
-            else:
-                index = (tensor != old[name]).view(-1).nonzero().view(-1)
-                update.add_delta(name, index, tensor.view(-1)[index], tensor.shape)
-        return ws.fingerprint(tensors)
-
-    return into
 
 
 def group_sync():

@@ -1,28 +1,14 @@
 """The Triton kernels, interpreted on the CPU, against the plain versions; and a receiver that uses them."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-# Triton reads TRITON_INTERPRET when it is imported, so the cases run in a process of their own.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CASES = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process")
+from tests.cpu import interpreted
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
+@interpreted.outside
 def test_kernels_interpreted():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "21 passed" in done.stdout, done.stdout[-3000:]
+    interpreted.run(__file__, 21)
 
 
 def boxes(numel_rows=7, cols=13):
@@ -42,7 +28,7 @@ def boxes(numel_rows=7, cols=13):
     }
 
 
-@CASES
+@interpreted.inside
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float64], ids=str)
 def test_box_sums(dtype):
     from megatron.weight_sync import kernels
@@ -59,7 +45,7 @@ def test_box_sums(dtype):
     assert sums().tolist() == [int(box_sum(*piece)) for piece in pieces] != expected
 
 
-@CASES
+@interpreted.inside
 @pytest.mark.parametrize("shape", [(9001,), (3, 4097), (700, 65), (130, 3, 5)], ids=str)
 def test_box_sums_of_many_tiles(shape):
     from megatron.weight_sync import Box, kernels
@@ -73,7 +59,7 @@ def test_box_sums_of_many_tiles(shape):
     assert kernels.BoxSums([(strided.view(-1), box)])().tolist() == [int(tensor_sum("w", tensor))]
 
 
-@CASES
+@interpreted.inside
 def test_too_many_loops_take_the_slow_way():
     from megatron.weight_sync import Box, fingerprint_boxes, kernels
     from megatron.weight_sync.fingerprints import box_sum
@@ -84,7 +70,7 @@ def test_too_many_loops_take_the_slow_way():
     assert fingerprint_boxes([(live, [box])])["w"] == int(box_sum(live, box)) % (1 << 64)
 
 
-@CASES
+@interpreted.inside
 @pytest.mark.parametrize("nbytes", [8, 64, 4096 * 8 + 8, 70001 * 8])
 def test_words(nbytes):
     from megatron.weight_sync import kernels
@@ -98,7 +84,7 @@ def test_words(nbytes):
     )
 
 
-@CASES
+@interpreted.inside
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize("relative", [False, True])
 def test_swap(dtype, relative):
@@ -134,7 +120,7 @@ def test_swap(dtype, relative):
     assert all(torch.equal(bits_of(live), bits_of(old)) for live, old, _ in check)
 
 
-@CASES
+@interpreted.inside
 @pytest.mark.parametrize("encodings", [("raw",), ("packed",), ("entropy",)], ids="+".join)
 def test_a_receiver_with_kernels(tiny, tensors_of, bits, encodings):
     """Dense, deltas, a refused update that is taken back; tied weights and a shape of no elements
