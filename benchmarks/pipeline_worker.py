@@ -35,9 +35,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 try:
-    from megatron.core import pipeline_overlap_group
+    from megatron.core import pipeline_groups
 except ImportError:
-    pipeline_overlap_group = None
+    pipeline_groups = None
 
 VOCAB = 8192 if CUDA else 64
 # One message is [sequence, micro-batch, hidden]: 2048 x 2 x 8192 in bf16 are 64 MiB.
@@ -55,6 +55,7 @@ LAYOUTS = {
     ),
 }
 ONE_COMMUNICATOR = ("PP2", "PP2 x VPP2", "PP2 x VPP2, overlap")
+DIFFERENT_LENGTHS = ("PP2", "PP2 x VPP2, overlap")  # timed; upstream stops for ever in some of the others
 
 
 def device():
@@ -168,7 +169,7 @@ class Groups:
         )
         model_parallel_cuda_manual_seed(1)
         if one_communicator:
-            pipeline_overlap_group._OVERLAP_GROUPS.pop(parallel_state.get_pipeline_model_parallel_group())
+            pipeline_groups._OVERLAP_GROUPS.pop(parallel_state.get_pipeline_model_parallel_group())
 
     def __exit__(self, *exc):
         parallel_state.destroy_model_parallel()
@@ -239,28 +240,31 @@ def exchange(mib):
 
 
 def one_communicator_cases():
-    return ONE_COMMUNICATOR if pipeline_overlap_group else ()
+    return ONE_COMMUNICATOR if pipeline_groups else ()
 
 
 def measure(only=()):
     """{case: {metric: value}}; of the layouts in ``only``, or of everything."""
     size, result = (BIG, {}) if CUDA else (SMALL, {})
     repeats = 6 if CUDA else 2
-    for name, alone in [(n, False) for n in LAYOUTS] + [(n, True) for n in one_communicator_cases()]:
-        if only and (name not in only or alone):
+    cases = {name: (name, False, False) for name in LAYOUTS}
+    cases |= {f"{name}, one communicator": (name, True, False) for name in one_communicator_cases()}
+    cases |= {f"{name}, different lengths": (name, False, True) for name in DIFFERENT_LENGTHS}
+    for case, (name, alone, varied) in cases.items():
+        if only and case not in only:
             continue
-        layout = dict(LAYOUTS[name])
+        layout = layout_of(name, varied)
         vpp = layout.get("vpp")
         with Groups(2, vpp, alone):
             _, chunks = build(size, 2, **layout)
-            step = stepper(size, chunks, vpp)
+            step = stepper(size, chunks, vpp, varied=varied)
             with CallsOnWorld() as calls:
                 loss = step()
             count = torch.tensor([calls.count], device=device())
             dist.all_reduce(count)
             losses = [None, None]
             dist.all_gather_object(losses, loss)
-            result[name + (", one communicator" if alone else "")] = {
+            result[case] = {
                 "step": step_ms(step, repeats), "calls on WORLD": int(count), "loss": losses[1]
             }  # fmt: skip
             del chunks, step
@@ -278,21 +282,26 @@ def check():
     result = {}
     cases = [(n, False) for n in LAYOUTS] + [(n, True) for n in one_communicator_cases()]
     for name, alone in cases:
-        result[name + (", one communicator" if alone else "")] = compare(LAYOUTS[name], alone)
-    for name in LAYOUTS if pipeline_overlap_group else ():
+        result[name + (", one communicator" if alone else "")] = compare(name, alone)
+    for name in LAYOUTS if pipeline_groups else ():
         for count in (2, 8):  # two: the first stage runs all forward passes before any backward pass
-            result[f"{name}, {count} different lengths"] = compare(LAYOUTS[name], False, count, True)
+            result[f"{name}, {count} different lengths"] = compare(name, False, count, True)
     return result
 
 
-def compare(layout, alone, micro_batches=8, varied=False):
+def layout_of(name, varied):
+    """The configuration of a layout; upstream's default dispatcher refuses lengths, also in a dense model."""
+    more = dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall") if varied else {}
+    return {**LAYOUTS[name], **more}
+
+
+def compare(name, alone, micro_batches=8, varied=False):
     """(largest relative difference from a single stage, calls on WORLD) of one layout."""
     with Groups(1):
         _, [whole] = build(SMALL, 1)
         expected_loss = stepper(SMALL, [whole], None, micro_batches, varied)()
         expected = {name: p.grad for name, p in whole.named_parameters()}
-    if varied:  # upstream's default dispatcher refuses it, also in a dense model
-        layout = dict(layout, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    layout = layout_of(name, varied)
     vpp = layout.get("vpp")
     with Groups(2, vpp, alone):
         _, chunks = build(SMALL, 2, **layout)

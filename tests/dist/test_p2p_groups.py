@@ -68,6 +68,7 @@ def train(pp=1, vpp=None, batches=4, **model):
 
 
 PP2, OVERLAP = "PIPELINE_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_OVERLAP_GROUP"
+SHAPES = "PIPELINE_MODEL_PARALLEL_SHAPE_GROUP"
 SEPARATE = dict(overlap_p2p_comm=True)
 LAYOUTS = {
     "pp2": dict(pp=2),
@@ -125,7 +126,7 @@ def own_collection(pipeline, with_overlap_group, vpp=None, **model):
 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.pipeline_overlap_group import create_overlap_group
+    from megatron.core.pipeline_groups import create_companion_groups
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -166,7 +167,7 @@ def own_collection(pipeline, with_overlap_group, vpp=None, **model):
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("megatron.core.pipeline_overlap_group").addHandler(handler)
+    logging.getLogger("megatron.core.pipeline_groups").addHandler(handler)
     try:
         with parallel():
             rank = dist.get_rank()
@@ -174,12 +175,12 @@ def own_collection(pipeline, with_overlap_group, vpp=None, **model):
             pp_group = dist.new_group(pipeline, group_desc=PP2)
             embedding = dist.new_group(pipeline, group_desc="EMBEDDING_GROUP")
             if with_overlap_group:
-                create_overlap_group(pp_group, pipeline)
+                create_companion_groups(pp_group, pipeline)
             expected_loss, expected = run(alone, alone, None)
             with world_untouched() as calls:
                 loss, gradients = run(pp_group, embedding, vpp) if rank in pipeline else (None, {})
     finally:
-        logging.getLogger("megatron.core.pipeline_overlap_group").removeHandler(handler)
+        logging.getLogger("megatron.core.pipeline_groups").removeHandler(handler)
     worst = max(
         (float((g - expected[n]).abs().max() / expected[n].abs().max()) for n, g in gradients.items()),
         default=0.0)
@@ -211,25 +212,30 @@ def test_callers_own_groups_among_foreign_ranks(world, name, with_overlap_group)
     for stage in (first, last):
         assert {group for _, _, group in stage.calls} == ({PP2, OVERLAP} if with_overlap_group else {PP2})
         assert len(stage.warnings) == (0 if with_overlap_group else 1)
-        assert all("create_overlap_group" in text for text in stage.warnings)
-    # On each communicator every message meets its counterpart in order: NCCL would wait forever otherwise.
+        assert all("create_companion_groups" in text for text in stage.warnings)
+    assert_mirrored(first.calls, last.calls)
+
+
+def assert_mirrored(first, last):
+    """On each communicator every message meets its counterpart in order: else NCCL waits for ever."""
     for group in (PP2, OVERLAP):
-        sent = [kind for kind, _, g in first.calls if g == group]
-        met = [{"isend": "irecv", "irecv": "isend"}[kind] for kind, _, g in last.calls if g == group]
+        sent = [kind for kind, _, g in first if g == group]
+        met = [{"isend": "irecv", "irecv": "isend"}[kind] for kind, _, g in last if g == group]
         assert sent == met
 
 
 def test_overlapped_warmup_needs_the_second_communicator(world):
     message = (r"RuntimeError: overlap_p2p_comm_warmup_flush on a two-stage pipeline "
-               r"needs a second communicator: call .*create_overlap_group")
+               r"needs a second communicator: call .*create_companion_groups")
     with pytest.raises(RuntimeError, match=message):
         world(4, own_collection, [2, 3], False, **SCHEDULES["vpp2-overlap-warmup"])
 
 
-def varied_lengths(count, pp=1, vpp=None, **model):
-    """Loss and gradient norm of one step; every one of `count` micro-batches has another length."""
+def varied_lengths(count, pp=1, vpp=None, gloo=True, **model):
+    """Loss, gradient norm and calls of one step; every one of `count` micro-batches has another length."""
     import torch
 
+    from megatron.core import pipeline_groups
     from tests.dist import small_gpt
 
     def step(iterator, chunk):
@@ -240,26 +246,89 @@ def varied_lengths(count, pp=1, vpp=None, **model):
         return out, lambda loss: (loss.mean(), {"loss": loss.detach().mean()})
 
     with parallel(pp=pp, vpp=vpp):
+        if not gloo:
+            pipeline_groups._SHAPE_CHANNELS.clear()
         cfg = small_gpt.config(
             variable_seq_lengths=pp > 1, moe_token_dispatcher_type="alltoall", **model)
         run = small_gpt.Trainer(cfg, small_gpt.build(cfg))
         batches = [b[:, : 23 - 4 * i] for i, b in enumerate(small_gpt.tokens(count))]
-        with world_untouched():
+        with world_untouched() as calls:
             loss = run.backward(batches, step)
         _, norm, _ = run.optimizer.step()
-    return loss, float(norm)
+    return loss, float(norm), calls
+
+
+VARIED = ["pp2", "pp2-vpp2", "pp2-vpp2-overlap", "pp2-vpp2-overlap-warmup", "pp4"]
 
 
 # With as many micro-batches as stages, the first one runs all of them forward before any backward pass.
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("layout", [dict(pp=2), dict(pp=2, vpp=2), dict(pp=2, vpp=2, **SEPARATE)],
-                         ids=["pp2", "pp2-vpp2", "pp2-vpp2-overlap"])
-def test_variable_lengths(world, layout, count):
-    """Every tensor's shape goes ahead of it, and neither direction waits for the other."""
-    [(loss, norm)] = world(1, varied_lengths, count)
-    results = world(2, varied_lengths, count, timeout=60, **layout)
+@pytest.mark.parametrize("name", VARIED)
+def test_variable_lengths(world, name, count):
+    """Every tensor's shape goes ahead of it, on the CPU, and neither direction waits for the other."""
+    [(loss, norm, _)] = world(1, varied_lengths, count)
+    results = world(LAYOUTS[name]["pp"], varied_lengths, count, timeout=60, **LAYOUTS[name])
+    assert results[-1][0] == pytest.approx(loss, rel=1e-6)
+    for _, its_norm, calls in results:
+        assert its_norm == pytest.approx(norm, rel=1e-5)
+        sent = [group for kind, _, group in calls if kind == "isend"]
+        assert sent.count(SHAPES) == len(sent) / 2 > 0  # the other half are the tensors
+    if name != "pp4":
+        assert_mirrored(results[0][2], results[1][2])
+
+
+def test_variable_lengths_without_gloo(world):
+    """Then the tensors' communicator carries the shapes, as upstream's does."""
+    [(loss, norm, _)] = world(1, varied_lengths, 4)
+    results = world(2, varied_lengths, 4, gloo=False, timeout=60, pp=2, vpp=2)
     assert results[1][0] == pytest.approx(loss, rel=1e-6)
     assert results[0][1] == results[1][1] == pytest.approx(norm, rel=1e-5)
+    assert {group for _, _, calls in results for _, _, group in calls} == {PP2, OVERLAP}
+
+
+def test_variable_lengths_in_overlapped_warmup_need_gloo(world):
+    message = (r"RuntimeError: overlap_p2p_comm_warmup_flush with variable sequence lengths needs a gloo "
+               r"group for their shapes: leave create_gloo_process_groups at True .*create_companion_groups")
+    with pytest.raises(RuntimeError, match=message):
+        world(2, varied_lengths, 4, gloo=False, **LAYOUTS["pp2-vpp2-overlap-warmup"])
+
+
+def shapes_ahead(most):
+    """The first stage sends 50 shapes, which the last one takes, and then the other way round."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_groups import ShapeChannel, shape_channel
+
+    usual = ShapeChannel.MOST_UNDELIVERED
+    ShapeChannel.MOST_UNDELIVERED = most or usual
+    try:
+        with parallel(pp=2):
+            channel = shape_channel(parallel_state.get_pipeline_model_parallel_group())
+            tensors, got, kept = [torch.empty(i, 2, 3) for i in range(50)], [], 0
+            first = parallel_state.is_pipeline_first_stage()
+            for sending in (first, not first):
+                for tensor in tensors if sending else ():
+                    channel.exchange(tensor if first else None, None if first else tensor, False, False)
+                    kept = max(kept, len(channel._sent))
+                if not most:  # nobody has asked for a shape yet
+                    dist.barrier()
+                for _ in tensors if not sending else ():
+                    from_previous, from_next = channel.exchange(None, None, not first, first)
+                    got.append(from_next if first else from_previous)
+                    assert (from_previous if first else from_next) == [0, 0, 0]
+                dist.barrier()
+            return got, kept
+    finally:
+        ShapeChannel.MOST_UNDELIVERED = usual
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_shapes_wait_for_no_receiver_and_are_let_go(world, most):
+    for got, kept in world(2, shapes_ahead, most, timeout=60):
+        assert got == [[i, 2, 3] for i in range(50)]
+        assert kept == (most or 50)
 
 
 def batched(forward_only, **layout):
@@ -291,54 +360,76 @@ def test_two_stages_interleaved_and_batched_may_evaluate(world):
     assert world(2, batched, forward_only=True, pp=2, vpp=2)[1] == pytest.approx(expected, rel=1e-6)
 
 
-def overlap_groups():
+def companion_groups():
     import torch.distributed as dist
 
     from megatron.core import parallel_state
     from megatron.core.hyper_comm_grid import HyperCommGrid
-    from megatron.core.pipeline_overlap_group import _OVERLAP_GROUPS, overlap_group
+    from megatron.core.pipeline_groups import _OVERLAP_GROUPS, _SHAPE_CHANNELS, overlap_group, shape_channel
 
-    def ranks_of_second(group):
-        if group not in _OVERLAP_GROUPS:
-            return None
-        second = overlap_group(group)
-        assert second not in (group, dist.group.WORLD)
-        assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(second)
-        return dist.get_process_group_ranks(second)
+    def ranks_of_companions(group):
+        """(ranks of the second communicator, of the group for shapes), None for one that there is not."""
+        channel = shape_channel(group)
+        found = [overlap_group(group) if group in _OVERLAP_GROUPS else None, channel and channel.group]
+        for companion in filter(None, found):
+            assert companion not in (group, dist.group.WORLD)
+            assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(companion)
+        return [companion and dist.get_process_group_ranks(companion) for companion in found]
 
     seen = []
-    for stages in (2, 4, 2, 1):
-        with parallel(pp=stages):
-            seen.append(ranks_of_second(parallel_state.get_pipeline_model_parallel_group()))
+    for stages, gloo in ((2, True), (4, True), (2, False), (1, True)):
+        with parallel(pp=stages, create_gloo_process_groups=gloo):
+            seen.append(ranks_of_companions(parallel_state.get_pipeline_model_parallel_group()))
     for shape in ([2, 2], [1, 4]):
         groups = len(dist.distributed_c10d._world.pg_map)
         grid = HyperCommGrid(shape, ["tp", "pp"])
-        assert ranks_of_second(grid.create_pg("tp")) is None
-        seen.append(ranks_of_second(grid.create_pg("pp")))
+        assert ranks_of_companions(grid.create_pg("tp")) == [None, None]
+        seen.append(ranks_of_companions(grid.create_pg("pp")))
         grid.destroy()
         assert len(dist.distributed_c10d._world.pg_map) == groups
-    return seen, len(_OVERLAP_GROUPS)
+    return seen, len(_OVERLAP_GROUPS), len(_SHAPE_CHANNELS)
 
 
-def test_overlap_groups_come_and_go_with_two_stages(world):
-    for rank, (seen, left) in enumerate(world(4, overlap_groups)):
-        pair = [rank % 2, rank % 2 + 2]
-        assert seen == [pair, None, pair, None, pair, None]
-        assert left == 0
+def test_companion_groups_come_and_go_with_their_pipeline(world):
+    for rank, (seen, *left) in enumerate(world(4, companion_groups)):
+        pair, all_four = [rank % 2, rank % 2 + 2], [0, 1, 2, 3]
+        made = [[pair, pair], [None, all_four], [pair, None], [None, None]]
+        assert seen == [*made, *made[:2]]
+        assert left == [0, 0]
 
 
-def test_no_second_communicator_on_ucc_or_for_other_sizes(monkeypatch):
+def test_which_companions_are_made(monkeypatch):
     import torch.distributed as dist
 
-    from megatron.core.pipeline_overlap_group import create_overlap_group
+    from megatron.core.pipeline_groups import create_companion_groups
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)  # which belongs to none and helps to make them
     made = []
-    cases = (([0, 1], dict(backend="ucc")), ([0], {}), ([0, 1, 2], {}), ([0, 1], dict(timeout=7)))
-    for ranks, options in cases:
-        create_overlap_group(None, ranks, lambda ranks, **options: made.append((ranks, options)), **options)
-    assert made == [([0, 1], dict(timeout=7, group_desc=OVERLAP))]  # rank 5 helps to make it
+
+    def new_group(ranks, **options):
+        made.append((ranks, options))
+
+    def second(**options):
+        return dict(group_desc=OVERLAP, **options)
+
+    def shapes(**options):
+        return dict(group_desc=SHAPES, backend="gloo", pg_options=None, **options)
+
+    def expect(ranks, given, *expected):
+        made.clear()
+        create_companion_groups(None, ranks, new_group, **given)
+        assert made == [(ranks, options) for options in expected]
+
+    expect([0], {})
+    expect([0, 1], dict(timeout=7, backend="nccl"), second(timeout=7, backend="nccl"), shapes(timeout=7))
+    expect([0, 1], dict(backend="ucc"), shapes())  # where one communicator does
+    expect([0, 1, 2], {}, shapes())
+    expect([0, 1], dict(gloo=False), second())
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    expect([0, 1], {}, second())
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    expect([0, 1], {})
 
 
 def rolls():
