@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.recording import Recording  # noqa: E402
 from megatron import weight_sync as ws  # noqa: E402
 from megatron.weight_sync import codec, container, payload  # noqa: E402
+from megatron.weight_sync.engines.probe import discover  # noqa: E402
 from megatron.weight_sync.fingerprints import bits_of  # noqa: E402
 
 DENSITIES = (0.1, 0.01, 0.001)
@@ -206,9 +207,7 @@ def withdraw(sender):
 
 
 def times(record, case, encoding, made, changes, receiver, sender, table, device, dense_ms, fingerprint):
-    ms = milliseconds(
-        lambda: encode(sender, changes, table, fingerprint), device, lambda: withdraw(sender)
-    )
+    ms = milliseconds(lambda: encode(sender, changes, table, fingerprint), device, lambda: withdraw(sender))
     record.add(case, f"{encoding} encode", ms, "ms", reference=dense_ms, limit=50.0)
     manifest = payload.read_manifest(made.manifest)
     ms = milliseconds(lambda: receiver._verify(made, manifest), device)
@@ -242,6 +241,46 @@ def fingerprint_ms(source, device):
 def bytes_ms(nbytes):
     """Milliseconds at 4.8 TB/s, the memory bandwidth of an H200; None on a CPU."""
     return 1e3 * nbytes / 4.8e12 if torch.cuda.is_available() else None
+
+
+def layout(record, table, device):
+    """Find where an engine that fuses QKV, and gate and up, keeps all tensors, as at its first dense sync."""
+    fused = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+    rows, place = {}, {}
+    for name, (first, *rest) in table.items():
+        where = ".".join(fused.get(part, part) for part in name.split("."))
+        begin, _ = rows.get(where, (0, rest))
+        place[name] = where, begin, begin + first
+        rows[where] = begin + first, rest
+    live = {
+        n: torch.zeros(first, *rest, dtype=torch.bfloat16, device=device) for n, (first, rest) in rows.items()
+    }
+
+    def load(pairs):
+        for name, tensor in pairs:
+            where, begin, end = place[name]
+            live[where][begin:end].copy_(tensor)
+
+    def find():
+        found = discover({name: (shape, torch.bfloat16) for name, shape in table.items()}, live, load)
+        assert all(len(target.pieces) == 1 for target in found.values())
+
+    def ones():
+        return (
+            (name, torch.ones(shape, dtype=torch.bfloat16, device=device)) for name, shape in table.items()
+        )
+
+    once = milliseconds(lambda: load(ones()), device, repeats=1)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    case = f"an engine's layout, {sum(map(math.prod, table.values())):.3g} elements"
+    record.add(case, "find it", milliseconds(find, device, repeats=1), "ms", reference=once)
+    if device == "cuda":
+        largest = 2 * max(map(math.prod, table.values())) / 2**30
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+        record.add(case, "device memory for it", peak, "GiB", reference=largest)
 
 
 def training(record, device, count=50):
@@ -345,6 +384,7 @@ def main():
     record = Recording("weight_sync")
     with torch.no_grad():
         uniform(record, table, device)
+        layout(record, table, device)
     training(record, device)
     record.write()
 

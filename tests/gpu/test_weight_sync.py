@@ -185,6 +185,47 @@ def test_sync_on_the_device(encodings, where):
         assert all(torch.equal(t.cpu(), state[n].cpu()) for n, t in tensors.items())
 
 
+def test_an_engines_layout_is_found_on_the_device():
+    """Fused, interleaved, transposed and cut, more elements than are computed with at a time, in batches."""
+    from megatron.weight_sync.engines.probe import discover
+
+    rows, cols = 5000, 4003
+    shapes = {"gate": (rows, cols), "up": (rows, cols), "down": (cols, rows), "head": (2 * rows, cols)}
+    shapes["n"] = (7,)
+    live = {
+        "gate_up": torch.zeros(rows, 2, cols, dtype=torch.bfloat16, device="cuda"),
+        "down": torch.zeros(rows, cols, dtype=torch.bfloat16, device="cuda"),
+        "head": torch.zeros(2 * rows, 1000, dtype=torch.bfloat16, device="cuda"),
+        "n": torch.zeros(7, dtype=torch.bfloat16, device="cuda"),
+        "table": torch.arange(9.0, device="cuda"),
+    }
+
+    def load(pairs):
+        for name, tensor in pairs:
+            if name in ("gate", "up"):
+                live["gate_up"][:, ("gate", "up").index(name)] = tensor
+            else:
+                live[name].copy_({"down": tensor.t(), "head": tensor[..., 3000:4000]}.get(name, tensor))
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    targets = discover({name: (shape, torch.bfloat16) for name, shape in shapes.items()}, live, load, 1 << 25)
+    largest = 2 * 2 * rows * cols
+    assert torch.cuda.max_memory_allocated() - before < 2 * largest + 800 * 2**20
+    assert torch.equal(live["table"], torch.arange(9.0, device="cuda"))
+    assert {name: len(target.pieces) for name, target in targets.items()} == dict.fromkeys(shapes, 1)
+    tensors = {name: torch.randn(shape, device="cuda").bfloat16() for name, shape in shapes.items()}
+    load(tensors.items())
+    expected = {name: tensor.clone() for name, tensor in live.items()}
+    for name in shapes:
+        live[name if name in live else "gate_up"].fill_(float("nan"))
+    for name, target in targets.items():
+        for flat, box in target.pieces:
+            box.copy_to_local(tensors[name], flat)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in live.items())
+
+
 def test_refused_update_is_taken_back_on_the_device():
     from megatron import weight_sync as ws
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -27,45 +28,49 @@ from megatron.weight_sync.receiver import Target
 Table = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
-_BASE = 1 << 14
+_BITS = 14  # of a digit
+_BASE = 1 << _BITS
 _FIRST = 0x0400  # the smallest normal number in fp16; also a normal number in bf16
 _MAX_BOXES = 64
+_CHUNK = 1 << 24  # elements that are computed with at a time: 0.3 GB of the engine's device
 
 
 def discover(
-    table: Table, live: Mapping[str, torch.Tensor], load: Load, batch_elements: int = 1 << 26
+    table: Table, live: Mapping[str, torch.Tensor], load: Load, batch_elements: int = 1 << 27
 ) -> dict[str, Target]:
     """Targets for every tensor of ``table``, on this rank.
+
+    Time and memory grow with the checkpoint, whatever its tensors' sizes; the engine's device computes, in
+    chunks, and holds one full tensor at a time as in any load.
 
     Args:
         table: checkpoint name → (full shape, dtype).
         live: the engine's parameters and persistent buffers. Tensors that share storage may be listed twice.
         load: the engine's own loader: called with (name, full tensor) pairs, any subset of the names at a
             time.
-        batch_elements: how many checkpoint elements are probed at a time; about 64 bytes of host memory each.
+        batch_elements: how many checkpoint elements are probed at a time, or one tensor if that has more;
+            about 8 bytes of host memory for each that this rank holds.
 
     Raises:
         UnsupportedLayout: for a tensor whose live form is not boxes of its own dtype. Tensors that this rank
             does not hold have no pieces; the receiver checks that the ranks hold all of them together.
     """
+    for name, (_, dtype) in table.items():
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UnsupportedLayout(f"{name}: {dtype} cannot be found in a live model")
     storages = _storages(live)
-    targets: dict[str, Target] = {}
-    for names in _batches(table, batch_elements):
-        found = _probe(names, table, storages, load)
-        # Of names that share storage the last writer wins: look again at those that seem to be nowhere, until
-        # that finds nothing more. What is then left is on other ranks, or in no live tensor.
-        seen, lost = names, _lost(names, found, table)
-        while lost and len(lost) < len(seen):
-            found |= _probe(lost, table, storages, load)
-            seen, lost = lost, _lost(lost, found, table)
-        for name in names:
-            shape, dtype = table[name]
-            targets[name] = Target(shape, dtype, tuple(found[name]))
-    return targets
-
-
-def _lost(names: list[str], found: Mapping[str, list], table: Table) -> list[str]:
-    return [name for name in names if not found[name] and math.prod(table[name][0])]
+    found: dict[str, list[tuple[torch.Tensor, Box]]] = {name: [] for name in table}
+    names = [name for name, (shape, _) in table.items() if math.prod(shape)]
+    # Of names that share storage the last writer wins: look again at those that seem to be nowhere, until
+    # that finds nothing more. What is then left is on other ranks, or in no live tensor.
+    while names:
+        for batch, near in _batches(names, table, storages, load, batch_elements):
+            found |= _probe(batch, table, near, load)
+        lost = [name for name in names if not found[name]]
+        if len(lost) == len(names):
+            break
+        names = lost
+    return {name: Target(*table[name], tuple(pieces)) for name, pieces in found.items()}
 
 
 def _storages(live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
@@ -92,62 +97,89 @@ def _storages(live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]
     return out
 
 
-def _batches(table: Table, limit: int) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for name, (shape, dtype) in table.items():
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UnsupportedLayout(f"{name}: {dtype} cannot be found in a live model")
-        if batch and size + math.prod(shape) > limit:
-            yield batch
-            batch, size = [], 0
+def _batches(names: list[str], table: Table, storages, load: Load, limit: int):
+    """(names, the storages that may hold them), a batch at a time; without names that no storage holds."""
+    if len(names) < _BASE and sum(math.prod(table[name][0]) for name in names) <= limit:
+        yield names, storages
+        return
+    held, holders = _holders(names, table, storages, load), {}
+    for storage, some in zip(storages, held, strict=True):
+        for place in some:
+            holders.setdefault(place, []).append(storage)
+    batch, near, size = [], {}, 0
+    for place, name in enumerate(names):
+        if place not in holders:
+            continue
+        numel = math.prod(table[name][0])
+        if batch and (size + numel > limit or len(batch) == _BASE - 1):
+            yield batch, list(near.values())
+            batch, near, size = [], {}, 0
         batch.append(name)
-        size += math.prod(shape)
+        near |= {id(storage): storage for storage in holders[place]}
+        size += numel
     if batch:
-        yield batch
+        yield batch, list(near.values())
+
+
+def _holders(names: list[str], table: Table, storages, load: Load) -> list[list[int]]:
+    """For each storage the places in ``names`` of the tensors that it may hold; it holds no others, but for
+    those that a later name overwrites."""
+    device = _device(storages)
+    places = torch.arange(len(names))
+    may = [torch.ones(len(names), dtype=torch.bool) for _ in storages]
+    for shift in range(0, (len(names) - 1).bit_length(), _BITS):
+        digits = places >> shift & _BASE - 1
+        _run(load, _constants(names, table, digits.tolist(), device), names)
+        for (_, flat), mask in zip(storages, may, strict=True):
+            seen = torch.zeros(_BASE + 1, dtype=torch.bool)
+            for part in flat.split(_CHUNK) if flat.element_size() in (2, 4) else ():
+                seen[_digits(part).unique_consecutive().unique().cpu().long()] = True
+            mask &= seen[digits]  # -1, what is no digit, is the last one
+    return [mask.nonzero().view(-1).tolist() for mask in may]
+
+
+# ---- patterns ----------------------------------------------------------------------------------------------
+
+
+def _device(storages) -> torch.device | str:
+    return storages[0][1].device if storages else "cpu"
 
 
 def _pattern(digit: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Digits below _BASE as numbers of ``dtype``; fp32 carries the bf16 number, which a cast to bf16
     keeps."""
-    bits = (digit + _FIRST).to(torch.int16)
+    bits = digit.to(torch.int16) + _FIRST
     return bits.view(torch.float16) if dtype == torch.float16 else bits.view(torch.bfloat16).to(dtype)
 
 
 def _digits(values: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`_pattern` on live values, int64; what is no pattern becomes -1."""
+    """The inverse of :func:`_pattern` on live values, int16; what is no pattern becomes -1."""
     bits = bits_of(values)
     if values.dtype == torch.float32:
-        bits = torch.where(bits & 0xFFFF == 0, bits >> 16, 0)
-    digit = bits.to(torch.int64) - _FIRST
-    return torch.where((digit >= 0) & (digit < _BASE), digit, -1)
+        bits = torch.where(bits & 0xFFFF == 0, bits >> 16, 0).to(torch.int16)
+    digit = bits - _FIRST  # may wrap around, to more than a digit
+    return torch.where(digit & -_BASE == 0, digit, -1)
 
 
-def _is(values: torch.Tensor, digit: int) -> torch.Tensor:
-    """Where live values are the pattern of one digit; needs one byte for each."""
-    bits = digit + _FIRST
-    return bits_of(values) == (bits << 16 if values.dtype == torch.float32 else bits)
+def _constants(names: list[str], table: Table, digits: Iterable[int], device) -> Iterator:
+    """(name, tensor that is one digit's pattern everywhere)."""
+    for name, digit in zip(names, digits, strict=True):
+        shape, dtype = table[name]
+        yield (
+            name,
+            torch.full(shape, _pattern(torch.tensor([digit]), dtype).item(), dtype=dtype, device=device),
+        )
 
 
-def _where(flat: torch.Tensor, digit: int, step: int = 1 << 24) -> torch.Tensor:
-    """Positions of one digit's pattern, in host memory; little of the engine's device is used at a time."""
-    parts = [_is(part, digit).nonzero().view(-1).cpu() + k * step for k, part in enumerate(flat.split(step))]
-    return torch.cat(parts)
-
-
-def _constant(names: list[str], table: Table, digit: int, device) -> Iterator[tuple[str, torch.Tensor]]:
-    one = torch.tensor([digit])
+def _indices(names: list[str], table: Table, shift: int, device) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor whose elements are the patterns of one digit of their flat index)."""
     for name in names:
         shape, dtype = table[name]
-        yield name, _pattern(one, dtype).to(device).expand(math.prod(shape)).reshape(shape).contiguous()
-
-
-def _index_digits(numel: int, scale: int, step: int = 1 << 24) -> torch.Tensor:
-    """int32 [numel]: one digit of every flat index."""
-    out = torch.empty(numel, dtype=torch.int32)
-    for a in range(0, numel, step):
-        b = min(a + step, numel)
-        out[a:b] = (torch.arange(a, b) // scale) % _BASE
-    return out
+        out = torch.empty(shape, dtype=dtype, device=device)
+        for k, part in enumerate(out.view(-1).split(_CHUNK)):
+            index = torch.arange(k * _CHUNK, k * _CHUNK + part.numel(), device=device)
+            part.copy_(_pattern(index >> shift & _BASE - 1, dtype))
+        yield name, out
 
 
 def _run(load: Load, tensors: Iterator, names: list[str]) -> None:
@@ -158,118 +190,163 @@ def _run(load: Load, tensors: Iterator, names: list[str]) -> None:
         raise UnsupportedLayout(text) from error
 
 
+# ---- reading back ------------------------------------------------------------------------------------------
+
+
+class _Reached:
+    """Live elements that a batch reaches: a span of one storage, what is read there in host memory."""
+
+    def __init__(self, live_name: str, flat: torch.Tensor, mask: torch.Tensor):
+        inside = mask.nonzero()
+        self.begin, end = int(inside[0]), int(inside[-1]) + 1
+        self.live_name, self.flat, self.span = live_name, flat, flat[self.begin : end]
+        self.mask = mask[self.begin : end].clone()
+
+    def read(self) -> torch.Tensor:
+        """int16: the digits that are there now; -1 where none is."""
+        return torch.cat([_digits(part).cpu() for part in self.span.split(_CHUNK)])
+
+    def clear(self) -> None:
+        """Leave no pattern behind, which the next batch could take for its own."""
+        for part, mask in zip(self.span.split(_CHUNK), self.mask.split(_CHUNK), strict=True):
+            part.masked_fill_(mask.to(part.device), 0)
+
+
 def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[torch.Tensor, Box]]]:
-    device = storages[0][1].device if storages else "cpu"
-    reached = _reached(names, table, storages, load, device)
-
-    def own_id(place: int, numel: int, scale: int) -> torch.Tensor:
-        return torch.tensor(place // scale % _BASE).expand(numel)
-
-    def own_index(place: int, numel: int, scale: int) -> torch.Tensor:
-        return _index_digits(numel, scale)
-
+    device = _device(storages)
+    reached = _reached(names, table, storages, load)
+    _run(load, _constants(names, table, range(len(names)), device), names)
+    which = [part.read() for part in reached]
     largest = max(math.prod(table[name][0]) for name in names)
-    which = _read_number(load, names, reached, len(names), own_id, table, device)
-    where = _read_number(load, names, reached, largest, own_index, table, device)
+    index: list[list[torch.Tensor]] = [[] for _ in reached]
+    for shift in range(0, max(largest - 1, 1).bit_length(), _BITS):
+        _run(load, _indices(names, table, shift, device), names)
+        for part, digits in zip(reached, index, strict=True):
+            digits.append(part.read())
     found: dict[str, list[tuple[torch.Tensor, Box]]] = {name: [] for name in names}
-    for (live_name, flat, position), tensor_id, index in zip(reached, which, where, strict=True):
-        ids = (tensor_id.clamp(-1, len(names)) + 1).bincount().nonzero().view(-1) - 1
-        for k in ids.tolist():
-            name = names[k] if 0 <= k < len(names) else None
-            if name is None:
-                raise UnsupportedLayout(f"{live_name}: its values are not copies of checkpoint values")
-            shape, dtype = table[name]
-            if flat.dtype != dtype:
+    for part, ids, digits in zip(reached, which, index, strict=True):
+        for k, begin, end in _extents(torch.where(part.mask, ids, -2)):
+            if not 0 <= k < len(names):
+                raise UnsupportedLayout(f"{part.live_name}: its values are not copies of checkpoint values")
+            name, (shape, dtype) = names[k], table[names[k]]
+            if part.flat.dtype != dtype:
                 raise UnsupportedLayout(
-                    f"{name}: the checkpoint has {dtype}, the engine keeps it as {flat.dtype} in {live_name}"
+                    f"{name}: the checkpoint has {dtype}, the engine keeps it as {part.flat.dtype} in "
+                    f"{part.live_name}"
                 )
-            mine = tensor_id == k
-            p, f = position[mine], index[mine]
-            if f.min() < 0 or f.max() >= math.prod(shape):
-                raise UnsupportedLayout(f"{name}: {live_name} holds something else than copies of its values")
-            boxes = fit(name, p, f)
+            mine = (ids[begin:end] == k) & part.mask[begin:end]
+            pairs = Pairs.of(part.begin + begin, mine, [digit[begin:end] for digit in digits], device)
+            if pairs.outside(math.prod(shape)):
+                raise UnsupportedLayout(
+                    f"{name}: {part.live_name} holds something else than copies of its values"
+                )
+            boxes = fit(name, pairs)
             if boxes is None:
-                raise UnsupportedLayout(f"{name}: its place in {live_name} is not made of boxes (repacked?)")
-            found[name] += [(flat, box) for box in boxes]
+                raise UnsupportedLayout(
+                    f"{name}: its place in {part.live_name} is not made of boxes (repacked?)"
+                )
+            found[name] += [(part.flat, box) for box in boxes]
+        part.clear()
     return found
 
 
-def _reached(
-    names, table: Table, storages, load: Load, device
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Live elements that take one constant after the other: (live name, flat live tensor, positions in host
-    memory, rising)."""
-    first, second = 1, _BASE - 2
-    candidates, out = [], []
-    _run(load, _constant(names, table, first, device), names)
-    for name, flat in storages:
-        position = _where(flat, first) if flat.element_size() in (2, 4) else ()
-        if len(position):
-            candidates.append((name, flat, position))
-    _run(load, _constant(names, table, second, device), names)
-    for name, flat, position in candidates:
-        position = position[_is(flat.cpu().index_select(0, position), second)]
-        if len(position):
-            out.append((name, flat, position))
-    return out
+def _reached(names, table: Table, storages, load: Load) -> list[_Reached]:
+    """Where live elements take one constant after the other."""
+    first, second, out = 1, _BASE - 2, []
+    _run(load, _constants(names, table, [first] * len(names), _device(storages)), names)
+    for live_name, flat in storages:
+        if flat.element_size() in (2, 4):
+            mask = torch.cat([(_digits(part) == first).cpu() for part in flat.split(_CHUNK)])
+            if mask.any():
+                out.append(_Reached(live_name, flat, mask))
+    _run(load, _constants(names, table, [second] * len(names), _device(storages)), names)
+    for part in out:
+        part.mask &= part.read() == second
+    return [part for part in out if part.mask.any()]
 
 
-def _read_number(load, names, reached, limit: int, digits, table, device) -> list[torch.Tensor]:
-    """Send a number below ``limit`` with every element, digit by digit, and read it back at ``reached``; -1
-    where what arrives is no digit. ``digits(place of the tensor in names, its elements, scale)`` gives the
-    digits."""
-    totals = [torch.zeros_like(position) for _, _, position in reached]
-    spoilt = [torch.zeros_like(position, dtype=torch.bool) for _, _, position in reached]
-    scale = 1
-    while scale < limit:
-
-        def tensors(scale=scale):
-            for place, name in enumerate(names):
-                shape, dtype = table[name]
-                digit = digits(place, math.prod(shape), scale)
-                yield name, _pattern(digit, dtype).to(device).reshape(shape)
-
-        _run(load, tensors(), names)
-        for k, (_, flat, position) in enumerate(reached):
-            digit = _digits(flat.cpu().index_select(0, position))
-            spoilt[k] |= digit < 0
-            totals[k] += digit * scale
-        scale *= _BASE
-    for total, bad in zip(totals, spoilt, strict=True):
-        total[bad] = -1
-    return totals
+def _extents(ids: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(id, its first position, one past its last) for every id but -2."""
+    values, counts = ids.unique_consecutive(return_counts=True)
+    ends, place = counts.cumsum(0), values.long() + 2
+    first = torch.full((_BASE + 2,), len(ids)).scatter_reduce_(0, place, ends - counts, "amin")
+    last = torch.zeros(_BASE + 2, dtype=torch.int64).scatter_reduce_(0, place, ends, "amax")
+    return [(k - 2, int(first[k]), int(last[k])) for k in place.unique().tolist() if k]
 
 
 # ---- fitting -----------------------------------------------------------------------------------------------
 
 
-def fit(name: str, position: torch.Tensor, index: torch.Tensor, limit: int = _MAX_BOXES) -> list[Box] | None:
-    """Boxes that map live ``position`` (rising) to checkpoint ``index``, or None if it takes more than
-    ``limit``."""
+@dataclass
+class Pairs:
+    """Live positions, rising, and the checkpoint indices that are there; computed when asked for, a part at a
+    time, on ``device``."""
+
+    positions: range | torch.Tensor
+    digits: list[torch.Tensor]
+    device: torch.device | str = "cpu"
+
+    @classmethod
+    def of(cls, begin: int, mine: torch.Tensor, digits: list[torch.Tensor], device) -> Pairs:
+        """The positions that ``mine`` marks, the first of which stands for ``begin``."""
+        if mine.all():
+            return cls(range(begin, begin + len(mine)), digits, device)
+        return cls(mine.nonzero().view(-1) + begin, [digit[mine] for digit in digits], device)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def part(self, a: int, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pairs a to b - 1: (positions, indices), int64."""
+        if isinstance(self.positions, range):
+            positions = torch.arange(self.positions[a], self.positions[b - 1] + 1, device=self.device)
+        else:
+            positions = self.positions[a:b].to(self.device)
+        return positions, sum(
+            digit[a:b].to(self.device).long() << _BITS * k for k, digit in enumerate(self.digits)
+        )
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        position, index = self.part(i, i + 1)
+        return int(position), int(index)
+
+    def outside(self, limit: int) -> bool:
+        """Whether an index is none, or not below ``limit``."""
+        return any(
+            min(int(digit[a : a + _CHUNK].min()) for digit in self.digits) < 0
+            or int(self.part(a, min(a + _CHUNK, len(self)))[1].max()) >= limit
+            for a in range(0, len(self), _CHUNK)
+        )
+
+
+def fit(name: str, pairs: Pairs, limit: int = _MAX_BOXES) -> list[Box] | None:
+    """Boxes that map the positions of ``pairs`` to the indices, or None if it takes more than ``limit``."""
     boxes: list[Box] = []
-    while len(position):
+    begin = 0
+    while begin < len(pairs):
         if len(boxes) == limit:
             return None
-        size, local, full = _longest_nest(position, index)
-        boxes.append(Box(name, size, int(position[0]), local, int(index[0]), full))
-        n = math.prod(size)
-        position, index = position[n:], index[n:]
+        position, index = pairs[begin]
+        size, local, full = _longest_nest(pairs, begin)
+        boxes.append(Box(name, size, position, local, index, full))
+        begin += math.prod(size)
     return boxes
 
 
-def _longest_nest(position: torch.Tensor, index: torch.Tensor):
+def _longest_nest(pairs: Pairs, begin: int):
     """(sizes, local strides, full strides), outermost first, of the longest affine loop nest that starts
-    here.
+    at ``begin``.
 
     Grown from the inside: the first run of equal steps, then as many repetitions of it as follow at equal
     steps, then repetitions of those.
     """
     sizes: list[int] = []
     strides: list[tuple[int, int]] = []
-    block = 1
-    while len(position) >= 2 * block:
-        step = int(position[block] - position[0]), int(index[block] - index[0])
-        times = _repeats(position, index, block, step)
+    block, (position, index) = 1, pairs[begin]
+    while len(pairs) - begin >= 2 * block:
+        there = pairs[begin + block]
+        step = there[0] - position, there[1] - index
+        times = _repeats(pairs, begin, block, step)
         if times == 1:
             break
         sizes.append(times)
@@ -280,11 +357,17 @@ def _longest_nest(position: torch.Tensor, index: torch.Tensor):
     return tuple(sizes[::-1]), tuple(a for a, _ in strides[::-1]), tuple(b for _, b in strides[::-1])
 
 
-def _repeats(position: torch.Tensor, index: torch.Tensor, block: int, step: tuple[int, int]) -> int:
-    """How often the first ``block`` pairs are there one after the other, each time shifted by ``step``."""
-    whole = len(position) // block * block
-    times = torch.arange(whole // block, device=position.device)[:, None]
-    p, f = position[:whole].view(-1, block), index[:whole].view(-1, block)
-    good = ((p == p[0] + times * step[0]) & (f == f[0] + times * step[1])).all(dim=1)
-    bad = (~good).nonzero()
-    return int(bad[0]) if len(bad) else len(good)
+def _repeats(pairs: Pairs, begin: int, block: int, step: tuple[int, int]) -> int:
+    """How often the ``block`` pairs from ``begin`` are there one after the other, each time shifted by
+    ``step``: how far every pair is the one a block before it, shifted."""
+    same, end, size = 0, len(pairs) - begin - block, min(1 << 12, _CHUNK)
+    while same < end:
+        n = min(size, end - same)
+        before = pairs.part(begin + same, begin + same + n)
+        after = pairs.part(begin + same + block, begin + same + block + n)
+        other = ((after[0] - before[0] != step[0]) | (after[1] - before[1] != step[1])).nonzero()
+        if len(other):
+            same += int(other[0])
+            break
+        same, size = same + n, min(8 * size, _CHUNK)
+    return 1 + same // block

@@ -53,7 +53,7 @@ class EngineReceiver(Receiver):
         peers: Peers | None = None,
         after_write: Callable[[], None] | None = None,
         keep_undo: bool = True,
-        batch_elements: int = 1 << 26,
+        batch_elements: int = 1 << 27,
     ):
         super().__init__({}, peers=peers, keep_undo=keep_undo)
         self._live = live if callable(live) else lambda: live

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron import weight_sync as ws
-from megatron.weight_sync.engines import calls
-from megatron.weight_sync.engines.probe import discover, fit
+from megatron.weight_sync.engines import calls, probe
+from megatron.weight_sync.engines.probe import Pairs, discover, fit
 from megatron.weight_sync.engines.receiver import EngineReceiver
 from megatron.weight_sync.fingerprints import bits_of
 from tests.cpu.weight_sync.streams import delta, dense, step
@@ -40,8 +40,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
-@pytest.mark.parametrize("batch", [50, 1 << 20])
-def test_boxes_are_where_the_loader_puts_things(kind, size, rank, batch):
+@pytest.mark.parametrize(("batch", "chunk"), [(50, 1 << 24), (1 << 20, 1 << 24), (1 << 20, 7)])
+def test_boxes_are_where_the_loader_puts_things(monkeypatch, kind, size, rank, batch, chunk):
+    monkeypatch.setattr(probe, "_CHUNK", chunk)  # what is computed with at a time
     options = SHAPES[kind]
     tensors = models.checkpoint(3, moe=options.get("moe", False), tied="head" in options)
     probed, loaded = (models.Engine(rank, size, **options) for _ in range(2))
@@ -82,6 +83,32 @@ def test_tensors_of_other_ranks_cost_one_more_look():
     targets = discover(table_of(tensors), {"w": live}, load)
     assert [n for n, target in targets.items() if target.pieces] == ["experts.5", "experts.6"]
     assert len(passes) == 8 and passes[-1] == 38
+
+
+def test_more_names_than_one_digit_counts():
+    """A batch takes fewer; and a batch that this rank holds nothing of is not loaded."""
+    tensors = {f"experts.{e}": torch.randn(1, 3).bfloat16() for e in range(17_000)}
+    live = {100: torch.zeros(300, 3).bfloat16(), 16_900: torch.zeros(100, 3).bfloat16()}
+    loaded = 0
+
+    def load(pairs):
+        nonlocal loaded
+        for name, tensor in pairs:
+            loaded += 1
+            for first, experts in live.items():
+                if 0 <= (e := int(name.split(".")[1]) - first) < len(experts):
+                    experts[e].copy_(tensor[0])
+
+    targets = discover(table_of(tensors), {str(first): w for first, w in live.items()}, load, 900)
+    held = [name for name, target in targets.items() if target.pieces]
+    assert held == [f"experts.{e}" for e in [*range(100, 400), *range(16_900, 17_000)]]
+    # who may be here takes two digits, and is asked again as one name may hide another; then only those are
+    # loaded, four times
+    assert loaded == 2 * 17_000 + 4 * 400 + 2 * 16_600
+    for name in held:
+        ((flat, box),) = targets[name].pieces
+        box.copy_to_local(tensors[name], flat)
+    assert torch.equal(torch.cat([*live.values()]), torch.cat([tensors[name] for name in held]))
 
 
 def test_three_names_of_one_parameter_are_all_found():
@@ -367,7 +394,7 @@ def test_fit_finds_nests_and_few_boxes(seed):
         parts.append((p0 + (grid.T * local).sum(1), f0 + (grid.T * full).sum(1)))
         p0, f0 = parts[-1][0].max() + 1 + rng.integers(0, 3), parts[-1][1].max() + 1 + rng.integers(0, 9)
     position, index = (torch.from_numpy(np.concatenate(x)) for x in zip(*parts, strict=True))
-    boxes = fit("w", position, index)
+    boxes = fit("w", Pairs(position, [index]))
     assert pairs(boxes) == dict(zip(position.tolist(), index.tolist(), strict=True))
     if len(parts) == 1:
         assert len(boxes) == 1
@@ -375,7 +402,7 @@ def test_fit_finds_nests_and_few_boxes(seed):
 
 def test_fit_gives_up_on_disorder():
     order = torch.randperm(3000, generator=torch.Generator().manual_seed(1))
-    assert fit("w", torch.arange(3000), order) is None and fit("w", order[:0], order[:0]) == []
+    assert fit("w", Pairs(range(3000), [order])) is None and fit("w", Pairs(range(0), [order[:0]])) == []
 
 
 # ---- payloads into an engine -------------------------------------------------------------------------------
