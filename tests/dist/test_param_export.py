@@ -136,8 +136,8 @@ def given_receivers(groups, fields, path, receivers):
             tensor.fill_(float("nan"))  # ours to write: neither parameters nor later tensors may suffer
             count += 1
         assert len(plan.schedules) == 1
-        for step in next(iter(plan.schedules.values())).buckets:
-            assert step.nbytes <= 30_000 or len({t.name.split(".")[2] for t in step.tensors}) == 1
+        for step in next(iter(plan.schedules.values())).steps:
+            assert step.nbytes <= 15_000 or len({t.name.split(".")[2] for t in step.tensors}) == 1
         again = dict(export(plan, receivers, bucket_bytes=30_000))
         assert len(plan.schedules) == 1 and len(again) == count
         assert all(torch.equal(tensor, state[name]) for name, tensor in again.items())
@@ -181,8 +181,8 @@ def rearranged(fields, path):
         load(plan, state)
         for name, tensor in export(plan, bucket_bytes=1):
             assert torch.equal(tensor, state[name]) and tensor.is_contiguous(), name
-        [steps] = plan.schedules.values()
-        return {t.name for bucket in steps.buckets for t in bucket.tensors if not t.run}
+        [schedule] = plan.schedules.values()
+        return {t.name for step in schedule.steps for t in step.tensors if not t.run}
 
 
 def test_shards_that_lie_whole_in_the_gathered_bytes_are_not_copied(world):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.param_export.plan import Plan
-from megatron.core.param_export.schedule import Bucket, FullTensor, Part, Schedule, schedule
+from megatron.core.param_export.schedule import FullTensor, Part, Run, Schedule, Step, schedule
 
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 
@@ -49,15 +50,18 @@ def export(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full tensors under their Hugging Face names, in a fixed order. Collective.
 
-    Every rank of the plan must run the iterator to its end; ranks that do not receive get no items. At most
-    two buckets are in flight: the next one is gathered while the current one is handed out. So the extra
-    memory is two buckets, and the full tensors that had to be put together and that the caller holds.
+    Every rank of the plan must run the iterator to its end, on one CUDA stream; ranks that do not receive get
+    no items. Tensors travel in steps of at most half a bucket. Three are in memory at a time: one that was
+    handed out, and that the caller may still look at, one that is gathered and handed out, and one that is
+    packed meanwhile. With the tensors that had to be put together that is two buckets at most, and what the
+    caller keeps.
 
     Args:
         plan: a proven plan.
         receivers: "all", "nodes" (the first rank of every host), a rank, or several ranks of the plan's
             group.
-        bucket_bytes: ceiling of the gathered bytes of one bucket; a tensor larger than it has one of its own.
+        bucket_bytes: half of the extra memory. A tensor of more than half of this travels alone, and counts
+            as half a bucket.
         to_host: hand the tensors out in pinned host memory instead of on the parameters' device.
         read: gives the current values of a live parameter or buffer, on any device; for parameters whose own
             memory is released for the moment (``compat.memory_saver_backups()``). Default: the tensor itself.
@@ -83,19 +87,29 @@ def export(
     unknown = sorted(set(names or ()) - plan.expected.keys())
     if unknown:
         raise ValueError(f"names: {len(unknown)} are not tensors of this model: {unknown[:10]}")
-    steps = schedule(plan, receiving_ranks(plan, receivers), bucket_bytes, names)
+    steps = schedule(plan, receiving_ranks(plan, receivers), bucket_bytes // 2, names)
     return _Export(plan, steps, to_host, read or (lambda tensor: tensor)).run(current)
 
 
+@dataclass
+class _Started:
+    """A step under way: its bytes by part, and what they wait for."""
+
+    step: Step
+    held: list[torch.Tensor | None]
+    works: list[dist.Work]
+    packed: torch.cuda.Event | None
+
+
 class _Export:
-    def __init__(self, plan: Plan, steps: Schedule, to_host: bool, read):
-        self.plan, self.steps, self.to_host, self.read = plan, steps, to_host, read
+    """Memory is taken, and tensors are handed out, on the caller's stream: what the caller has let go of is
+    used again without the host waiting for the device. Packing and gathering run on a stream of their own.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule, to_host: bool, read):
+        self.plan, self.schedule, self.to_host, self.read = plan, schedule, to_host, read
         self.device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
-        self.cuda = self.device.type == "cuda"
-        self.entries = {
-            kind: [entry for entry in plan.entries if entry.record.kind == kind]
-            for kind in plan.position.gather
-        }
+        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         groups = plan.process_groups
         self.groups = {"dense": getattr(groups, "tp", None), "expert": getattr(groups, "tp_ep", None)}
         self.pipeline = getattr(groups, "pp", None)
@@ -103,77 +117,69 @@ class _Export:
     def run(self, current: bool) -> Iterator[tuple[str, torch.Tensor]]:
         if not current:
             self.plan.require_current()
-        # Packing and gathering run on a stream of their own; what is handed out, on the caller's.
-        side = torch.cuda.Stream(self.device) if self.cuda else None
-        if side:
-            side.wait_stream(torch.cuda.current_stream(self.device))
-        ahead = done = failed = None
-        for bucket in [*self.steps.buckets, None]:
-            started = None
-            if bucket is not None:
-                if done:  # else the host would run on, and every bucket be in memory at once
-                    done.synchronize()
-                with torch.cuda.stream(side):
-                    started = bucket, *self.start(bucket), side.record_event() if side else None
-            if ahead is not None and failed is None:
-                try:
-                    yield from self.finish(*ahead)
-                except Exception as error:
-                    failed = error
-            ahead = started
-            del started
-            done = torch.cuda.current_stream(self.device).record_event() if side else None
+        ahead = started = failed = None
+        try:
+            for step in [*self.schedule.steps, None]:
+                # Before the one ahead is waited for, so that it is packed while that one is gathered.
+                started = None if step is None else self.start(step)
+                if ahead is not None:
+                    self.wait(ahead)
+                    if self.schedule.receives and failed is None:
+                        try:
+                            yield from self.hand_out(ahead)
+                        except Exception as error:
+                            failed = error
+                ahead, started = started, None
+        finally:
+            for abandoned in (ahead, started):  # by a caller who did not go on
+                if abandoned is not None:
+                    self.wait(abandoned)
         if failed is not None:
             raise failed
 
     # Gathering.
 
-    def start(self, bucket: Bucket):
-        """Pack, pass on and begin to gather a bucket: its bytes per part, and what must be waited for."""
-        held, works = [], []
-        for part in bucket.parts:
-            bytes_, work = self.start_part(part)
-            held.append(bytes_)
-            works += work
-        return held, works
+    def start(self, step: Step) -> _Started:
+        """Pack, pass on and begin to gather."""
+        held = [self.memory(part) for part in step.parts]
+        if self.side is not None:
+            self.side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.side):
+            works = [
+                work
+                for part, bytes_ in zip(step.parts, held, strict=True)
+                if bytes_ is not None
+                for work in self.start_part(part, bytes_)
+            ]
+            return _Started(step, held, works, None if self.side is None else self.side.record_event())
 
-    def start_part(self, part: Part):
-        me, kind = self.plan.position, part.kind
-        rows = len(me.gather[kind])
-        row = me.gather[kind].index(self.plan.rank)
-        stages = self.steps.needed_by[kind]
-        source = me.stage == part.stage
-        if not (source and stages) and not self.steps.gathers[kind]:
-            return None, []
-        bytes_ = torch.empty(rows * part.row_bytes + part.whole_bytes, dtype=torch.uint8, device=self.device)
-        mine = bytes_[row * part.row_bytes : (row + 1) * part.row_bytes]
-        whole = bytes_[rows * part.row_bytes :]
-        if source:
-            self.pack(kind, part.shards, mine)
-            self.pack(kind, part.whole, whole)
-        for run in (mine, whole):
-            if run.numel():
-                self.pass_on(run, part.stage, stages)
-        work = []
-        if rows > 1 and self.steps.gathers[kind] and part.row_bytes:
-            group = self.groups[kind]
-            gathered = bytes_[: rows * part.row_bytes]
+    def memory(self, part: Part) -> torch.Tensor | None:
+        """For the rows of the group and the whole tensors, if this rank has or gets any of it."""
+        passes_on = part.stage == self.plan.position.stage and self.schedule.needed_by[part.kind]
+        if not passes_on and not self.schedule.gathers[part.kind]:
+            return None
+        rows = len(self.plan.position.gather[part.kind])
+        return torch.empty(rows * part.row.nbytes + part.whole.nbytes, dtype=torch.uint8, device=self.device)
+
+    def start_part(self, part: Part, bytes_: torch.Tensor) -> Iterator[dist.Work]:
+        peers = self.plan.position.gather[part.kind]
+        gathered, whole = bytes_.split([len(peers) * part.row.nbytes, part.whole.nbytes])
+        row = gathered.view(len(peers), -1)[peers.index(self.plan.rank)]
+        for run, place in ((part.row, row), (part.whole, whole)):
+            self.pack(run, place)
+            if run.nbytes:
+                self.pass_on(place, part.stage, self.schedule.needed_by[part.kind])
+        if len(peers) > 1 and self.schedule.gathers[part.kind] and part.row.nbytes:
+            group = self.groups[part.kind]
             # in place under NCCL: the row is already where it belongs
-            given = mine if dist.get_backend(group) == "nccl" else mine.clone()
-            work.append(dist.all_gather_into_tensor(gathered, given, group=group, async_op=True))
-        return bytes_, work
+            given = row if dist.get_backend(group) == "nccl" else row.clone()
+            yield dist.all_gather_into_tensor(gathered, given, group=group, async_op=True)
 
     @torch.no_grad()
-    def pack(self, kind: str, places, run: torch.Tensor) -> None:
-        entries = self.entries[kind]
-        by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
-        for number, offset in places:
-            flat = self.read(entries[number].tensor).reshape(-1)
-            by_dtype.setdefault(flat.dtype, []).append((flat, offset // flat.itemsize))
-        for dtype, given in by_dtype.items():
-            whole = run.view(dtype)
-            to = [whole[start : start + len(flat)] for flat, start in given]
-            torch._foreach_copy_(to, [flat for flat, _ in given])
+    def pack(self, run: Run, place: torch.Tensor) -> None:
+        for dtype, tensors, cuts in run.fill:
+            to = place.view(dtype).split_with_sizes(cuts)[1::2]
+            torch._foreach_copy_(to, [self.read(tensor).reshape(-1) for tensor in tensors])
 
     def pass_on(self, run: torch.Tensor, stage: int, stages: tuple[int, ...]) -> None:
         """Send a row from the owning stage to the ranks at its place in the stages that need it."""
@@ -189,62 +195,43 @@ class _Export:
         else:
             dist.recv(run, group=self.pipeline, group_src=stage)
 
+    def wait(self, started: _Started) -> None:
+        """What the caller's stream does from here on, it does with the bytes in place."""
+        for work in started.works:
+            work.wait()
+        if started.packed is not None:
+            torch.cuda.current_stream(self.device).wait_event(started.packed)
+
     # Handing out.
 
-    def finish(self, bucket: Bucket, held, works, packed) -> Iterator[tuple[str, torch.Tensor]]:
-        for work in works:
-            work.wait()
-        if packed is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(packed)
-            for bytes_ in held:
-                if bytes_ is not None:
-                    bytes_.record_stream(current)
-        if not self.steps.receives:
+    def hand_out(self, started: _Started) -> Iterator[tuple[str, torch.Tensor]]:
+        step = started.step
+        views = [started.held[part].view(dtype) for part, dtype in step.views]
+        if self.to_host and self.side is not None:
+            yield from self.on_host(step, views)
             return
-        if self.cuda and self.to_host:
-            yield from self.on_host(bucket, held)
-            return
-        bytes_ = _Bytes(held)
-        for tensor in bucket.tensors:
-            yield tensor.name, bytes_.assemble(tensor)
+        for tensor in step.tensors:
+            yield tensor.name, _assemble(tensor, views)
 
-    def on_host(self, bucket: Bucket, held) -> Iterator[tuple[str, torch.Tensor]]:
-        bytes_, out = _Bytes(held), []
-        for tensor in bucket.tensors:
+    def on_host(self, step: Step, views: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        out = []
+        for tensor in step.tensors:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.copy_(bytes_.assemble(tensor), non_blocking=True)
+            host.copy_(_assemble(tensor, views), non_blocking=True)
             out.append((tensor.name, host))
         torch.cuda.current_stream(self.device).synchronize()
         yield from out
 
 
-class _Bytes:
-    """A gathered bucket, viewed as elements of several types."""
-
-    def __init__(self, held: list[torch.Tensor | None]):
-        self.held = held
-        self.views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-
-    def typed(self, part: int, dtype: torch.dtype) -> torch.Tensor:
-        if (part, dtype) not in self.views:
-            self.views[part, dtype] = _typed(self.held[part], dtype)
-        return self.views[part, dtype]
-
-    def assemble(self, tensor: FullTensor) -> torch.Tensor:
-        if tensor.run:
-            part, start = tensor.run
-            return self.typed(part, tensor.dtype).as_strided(tensor.shape, tensor.stride, start)
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.held[tensor.sources[0].part].device)
-        for source in tensor.sources:
-            local = self.typed(source.part, source.unit)[source.offset : source.offset + source.size]
-            source.box.copy_to_full(local, full.view(-1).view(source.unit))
-        return full
-
-
-def _typed(bytes_: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as elements; what is left over at the end is left out."""
-    return bytes_[: len(bytes_) // dtype.itemsize * dtype.itemsize].view(dtype)
+def _assemble(tensor: FullTensor, views: list[torch.Tensor]) -> torch.Tensor:
+    if tensor.run is not None:
+        view, start = tensor.run
+        return views[view].as_strided(tensor.shape, tensor.stride, start)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=views[tensor.sources[0].view].device)
+    for source in tensor.sources:
+        local = views[source.view][source.offset : source.offset + source.size]
+        source.box.copy_to_full(local, full.view(-1).view(source.unit))
+    return full
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Which tensors travel together, and where each shard lies in the gathered bytes.
 
 Within a pipeline stage, the ranks of a tensor-parallel group (and for experts of an expert-tensor-parallel ×
-expert-parallel group) hold every tensor of the stage between them. So one bucket is gathered so: the rank of
+expert-parallel group) hold every tensor of the stage between them. So one step is gathered so: the rank of
 the owning stage packs its shards into one run of bytes (its row); if other stages need them, it passes the
 row to the ranks at its place in those stages; and in every stage the group gathers its rows. Rows are laid
 out alike on all ranks, because the proof has shown that the ranks of such a group hold the same kinds of
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -23,27 +24,56 @@ ALIGN = 128  # bytes
 
 
 @dataclass
+class Run:
+    """Local tensors of a rank, one behind another in bytes.
+
+    ``places``: (number among the kind's entries, byte offset) each. ``fill``, on the ranks that pack it: per
+    type its tensors, and the elements up to the first one, of it, up to the second, of it, ..., of the rest.
+    """
+
+    nbytes: int = 0
+    places: list[tuple[int, int]] = field(default_factory=list)
+    fill: list[tuple[torch.dtype, list[torch.Tensor], list[int]]] = field(default_factory=list)
+
+    def add(self, number: int, nbytes: int) -> int:
+        """The offset of one more tensor."""
+        offset = self.nbytes
+        self.places.append((number, offset))
+        self.nbytes += _aligned(nbytes)
+        return offset
+
+    def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The tensors are those of the kind's entries on this rank."""
+        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+        for number, offset in self.places:
+            tensor = tensors[number]
+            of_dtype, bounds = by_dtype.setdefault(tensor.dtype, ([], [0]))
+            of_dtype.append(tensor)
+            bounds += [offset // tensor.itemsize, offset // tensor.itemsize + tensor.numel()]
+        for dtype, (of_dtype, bounds) in by_dtype.items():
+            bounds.append(self.nbytes // dtype.itemsize)
+            self.fill.append((dtype, of_dtype, [end - start for start, end in pairwise(bounds)]))
+
+
+@dataclass
 class Part:
-    """Tensors of one stage and kind in a bucket: shards of a row, and whole tensors that need no gather."""
+    """Tensors of one stage and kind in a step: a row of shards, and whole tensors that need no gather."""
 
     stage: int
     kind: str
-    # (number among the kind's entries, byte offset) each
-    shards: list[tuple[int, int]] = field(default_factory=list)
-    whole: list[tuple[int, int]] = field(default_factory=list)
-    row_bytes: int = 0
-    whole_bytes: int = 0
+    row: Run = field(default_factory=Run)
+    whole: Run = field(default_factory=Run)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A box of a full tensor, and where its shard lies in the part's bytes.
+    """A box of a full tensor, and where its shard lies in a view of the step.
 
     The box counts units of ``unit``, an integer type as wide as whole runs of elements allow: elements are
     only moved, and wide ones move faster. ``offset`` and ``size`` of the shard count the same units.
     """
 
-    part: int
+    view: int
     unit: torch.dtype
     offset: int
     size: int
@@ -52,7 +82,7 @@ class Source:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A tensor to hand out, contiguous. ``run``: (part, element offset) where the gathered bytes hold it as
+    """A tensor to hand out, contiguous. ``run``: (view, element offset) where the gathered bytes hold it as
     it is; then it has no sources.
     """
 
@@ -65,19 +95,20 @@ class FullTensor:
 
 
 @dataclass
-class Bucket:
-    """One step of the export."""
+class Step:
+    """Tensors that travel together. ``views``: (part, type), the gathered bytes as elements."""
 
     parts: list[Part]
+    views: list[tuple[int, torch.dtype]]
     tensors: list[FullTensor]
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The buckets, and what this rank does in each, for one choice of receivers and limit."""
+    """The steps, and what this rank does in each, for one choice of receivers and limit."""
 
-    buckets: list[Bucket]
+    steps: list[Step]
     receives: bool
     gathers: dict[str, bool]  # kind -> a rank of my gather group receives
     needed_by: dict[str, tuple[int, ...]]  # kind -> stages in which a rank at my place gathers
@@ -102,6 +133,10 @@ class _Scheduler:
         self.lists = [
             {kind: member.of_kind(kind) for kind in member.position.gather} for member in plan.members
         ]
+        self.tensors = {
+            kind: [entry.tensor for entry in plan.entries if entry.record.kind == kind]
+            for kind in plan.position.gather
+        }
 
     def run(self, wanted: set[str] | None = None) -> Schedule:
         plan, me = self.plan, self.plan.position
@@ -109,20 +144,20 @@ class _Scheduler:
             kind: [not self.receivers.isdisjoint(member.position.gather[kind]) for member in self.members]
             for kind in me.gather
         }
-        buckets: list[list[tuple[list[tuple], list[str], int]]] = []
+        steps: list[list[tuple[list[tuple], list[str], int]]] = []
         filled = 0
         for keys, together in self.units():
             names = [name for name in together if wanted is None or name in wanted]
             if not names:
                 continue
             size = sum(self.unit_bytes(key) for key in keys)
-            if not buckets or filled + size > self.limit:
-                buckets.append([])
+            if not steps or filled + size > self.limit:
+                steps.append([])
                 filled = 0
-            buckets[-1].append((keys, names, size))
+            steps[-1].append((keys, names, size))
             filled += size
         return Schedule(
-            buckets=[self.bucket(units) for units in buckets],
+            steps=[self.step(units) for units in steps],
             receives=plan.rank in self.receivers,
             gathers={kind: wants[kind][plan.rank] for kind in me.gather},
             needed_by={
@@ -178,7 +213,8 @@ class _Scheduler:
         rows = 1 if entry.replicated and key[1] == "dense" else len(self.plan.position.gather[key[1]])
         return _aligned(entry.nbytes) * rows
 
-    def bucket(self, units) -> Bucket:
+    def step(self, units) -> Step:
+        me = self.plan.position
         parts: dict[tuple, Part] = {}
         where: dict[str, list[tuple[int, int, int, Box]]] = {}
         pending = []
@@ -187,27 +223,29 @@ class _Scheduler:
                 entry = self.entry(key)
                 part = parts.setdefault(key[:2], Part(*key[:2]))
                 if entry.replicated and key[1] == "dense":
-                    pending.append((key, part, None, part.whole_bytes))
-                    part.whole.append((key[2], part.whole_bytes))
-                    part.whole_bytes += _aligned(entry.nbytes)
+                    pending.append((key, part, None, part.whole.add(key[2], entry.nbytes)))
                 else:
-                    rows = range(len(self.plan.position.gather[key[1]]))
-                    pending += [(key, part, row, part.row_bytes) for row in rows]
-                    part.shards.append((key[2], part.row_bytes))
-                    part.row_bytes += _aligned(entry.nbytes)
+                    offset = part.row.add(key[2], entry.nbytes)
+                    pending += [(key, part, row, offset) for row in range(len(me.gather[key[1]]))]
+        for part in parts.values():
+            if part.stage == me.stage:
+                part.row.fill_from(self.tensors[part.kind])
+                part.whole.fill_from(self.tensors[part.kind])
         numbers = {id(part): k for k, part in enumerate(parts.values())}
         for key, part, row, offset in pending:
             entry = self.entry(key, row)
-            rows = len(self.plan.position.gather[key[1]])
-            start = offset + (rows if row is None else row) * part.row_bytes
+            rows = len(me.gather[key[1]])
+            start = offset + (rows if row is None else row) * part.row.nbytes
             if row is None or not entry.replicated or entry.sharer:
                 for box in entry.boxes:
                     place = numbers[id(part)], start, entry.nbytes, box
                     where.setdefault(box.full_name, []).append(place)
-        tensors = [self.full_tensor(name, where[name]) for _, names, _ in units for name in names]
-        return Bucket(list(parts.values()), tensors, sum(size for _, _, size in units))
+        views: dict[tuple[int, torch.dtype], int] = {}
+        tensors = [self.full_tensor(name, where[name], views) for _, names, _ in units for name in names]
+        return Step(list(parts.values()), list(views), tensors, sum(size for _, _, size in units))
 
-    def full_tensor(self, name: str, places: list[tuple[int, int, int, Box]]) -> FullTensor:
+    def full_tensor(self, name: str, places: list[tuple[int, int, int, Box]], views) -> FullTensor:
+        """``views`` of the step grow by what this tensor needs."""
         shape, dtype = self.plan.expected[name], self.plan.dtype(name)
         stride = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
         # Where the tensor's first element would lie, were all of it laid out like this box.
@@ -215,10 +253,16 @@ class _Scheduler:
             (part, start // dtype.itemsize + box.local_offset - box.full_offset)
             for part, start, _, box in places
         }
-        alike = all(box.local_stride == box.full_stride for *_, box in places)
-        run = begins.pop() if alike and len(begins) == 1 else None
-        sources = () if run else tuple(_source(*place, dtype.itemsize, math.prod(shape)) for place in places)
-        return FullTensor(name, shape, stride, dtype, sources, run)
+        if len(begins) == 1 and all(box.local_stride == box.full_stride for *_, box in places):
+            part, begin = begins.pop()
+            return FullTensor(name, shape, stride, dtype, (), (_view(views, part, dtype), begin))
+        numel = math.prod(shape)
+        sources = tuple(_source(views, *place, dtype.itemsize, numel) for place in places)
+        return FullTensor(name, shape, stride, dtype, sources, None)
+
+
+def _view(views: dict[tuple[int, torch.dtype], int], part: int, dtype: torch.dtype) -> int:
+    return views.setdefault((part, dtype), len(views))
 
 
 def _aligned(nbytes: int) -> int:
@@ -228,7 +272,7 @@ def _aligned(nbytes: int) -> int:
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def _source(part: int, start: int, nbytes: int, box: Box, itemsize: int, numel: int) -> Source:
+def _source(views, part: int, start: int, nbytes: int, box: Box, itemsize: int, numel: int) -> Source:
     """A box in the widest units that its runs of elements, its strides and both tensors are made of."""
     inner = [k for k in range(len(box.size)) if box.local_stride[k] == box.full_stride[k] == 1]
     unit = itemsize
@@ -249,4 +293,5 @@ def _source(part: int, start: int, nbytes: int, box: Box, itemsize: int, numel: 
             box.full_offset // wide,
             tuple(1 if j == k else s // wide for j, s in enumerate(box.full_stride)),
         )
-    return Source(part, _UNITS[unit], start // unit, nbytes // unit, box)
+    view = _view(views, part, _UNITS[unit])
+    return Source(view, _UNITS[unit], start // unit, nbytes // unit, box)
