@@ -256,7 +256,7 @@ def test_wide_units_move_the_same_elements(data):
     want = full.clone()
     box.copy_to_full(local, want)
     nbytes, start = local.numel() * dtype.itemsize, 128
-    source = _source(0, start, nbytes, box, dtype.itemsize, full.numel())
+    source = _source({}, 0, start, nbytes, box, dtype.itemsize, full.numel())
     held = torch.zeros(start + nbytes + 256, dtype=torch.uint8)
     held[start : start + nbytes] = local.view(torch.uint8)
     wide = held[: len(held) // 8 * 8].view(source.unit)[source.offset : source.offset + source.size]
@@ -267,5 +267,5 @@ def test_wide_units_move_the_same_elements(data):
 
 def test_aligned_rows_move_in_eights_of_bytes():
     box = Box("x", (3, 8), 16, (8, 1), 0, (64, 1))
-    assert _source(0, 0, 80, box, 2, 192).unit == torch.int64
-    assert _source(0, 0, 80, box, 2, 191).unit == torch.int16
+    assert _source({}, 0, 0, 80, box, 2, 192).unit == torch.int64
+    assert _source({}, 0, 0, 80, box, 2, 191).unit == torch.int16

@@ -382,7 +382,7 @@ def failing(groups):
         told = []
         faults = [
             (0, Update, "add_dense", MemoryError("encode"), 2),
-            (0, exporter._Bytes, "assemble", MemoryError("assemble"), 0),
+            (0, exporter, "_assemble", MemoryError("assemble"), 0),
             (0, Update, "finish", RuntimeError("finish"), 0),
             (0, transport, "deliver", ConnectionError("deliver"), 0),
             (1, trainer.publisher, "_share", RuntimeError("read"), 0),

@@ -1,0 +1,133 @@
+"""How an export overlaps its steps, what memory that takes, and what is cached between exports."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dist.export_references import reference
+from tests.dist.world import parallel
+
+LAYOUTS = {"tp2": ("qwen3", dict(tp=2)), "ep2": ("qwen3_moe", dict(ep=2))}
+
+
+def proven(fields, path):
+    from safetensors.torch import load_file
+
+    from megatron.core.param_export import build_plan, load
+    from tests.dist import export_models
+
+    state, hf = load_file(path), SimpleNamespace(**fields)
+    chunks = export_models.build(hf)
+    plan = build_plan(chunks, hf).prove()
+    load(plan, state)
+    return chunks, plan, state
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of ``torch.empty`` that were alive at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken, self.peak = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            storage = out.untyped_storage()
+            alive = [(ref, nbytes) for ref, nbytes in self.taken if not ref.expired()]
+            self.taken = [*alive, (StorageWeakRef(storage), storage.nbytes())]
+            self.peak = max(self.peak, sum(nbytes for _, nbytes in self.taken))
+        return out
+
+
+def peak(groups, fields, path):
+    """Bytes at most in memory, for a caller who looks at one tensor at a time; and how many steps."""
+    from megatron.core.param_export import export
+
+    with parallel(**groups):
+        _, plan, state = proven(fields, path)
+        list(export(plan, bucket_bytes=1))
+        [alone] = plan.schedules.values()
+        bucket = 2 * max(step.nbytes for step in alone.steps)
+        with Memory() as memory:
+            for name, tensor in export(plan, bucket_bytes=bucket):
+                assert torch.equal(tensor, state[name]), name
+        steps = list(plan.schedules.values())[-1].steps
+        return memory.peak / bucket, len(steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_buckets_are_in_memory(world, layout):
+    case, groups = LAYOUTS[layout]
+    fields, path, _, _ = reference(case)
+    for buckets, steps in world(2, peak, groups, fields, path):
+        assert 1 < buckets <= 2 and steps > 5
+
+
+def order(groups, fields, path):
+    """What was done, in order: steps begun, steps waited for, tensors handed out."""
+    from megatron.core.param_export import export
+    from megatron.core.param_export.exporter import _Export
+
+    with parallel(**groups):
+        _, plan, _ = proven(fields, path)
+        done, number = [], {}
+        start, wait = _Export.start, _Export.wait
+
+        def noted_start(self, step):
+            number.setdefault(id(step), len(number))
+            done.append(("start", number[id(step)]))
+            return start(self, step)
+
+        def noted_wait(self, started):
+            done.append(("wait", number[id(started.step)]))
+            wait(self, started)
+
+        with mock.patch.multiple(_Export, start=noted_start, wait=noted_wait):
+            for _ in export(plan, bucket_bytes=30_000):
+                if done[-1] != "tensor":
+                    done.append("tensor")
+            whole = list(done)
+            done.clear()
+            items = export(plan, bucket_bytes=30_000)
+            next(items)
+            items.close()
+        return whole, done, len(number)
+
+
+def test_the_next_step_is_packed_and_gathered_before_one_is_waited_for(world):
+    case, groups = LAYOUTS["tp2"]
+    fields, path, _, _ = reference(case)
+    for whole, given_up, steps in world(2, order, groups, fields, path):
+        want = [("start", 0)]
+        for k in range(steps):
+            want += [("start", k + 1)] * (k + 1 < steps) + [("wait", k), "tensor"]
+        assert whole == want
+        # a caller who stops: nothing is still being written into memory that is free again
+        assert given_up[:3] == [("start", 0), ("start", 1), ("wait", 0)] and ("wait", 1) in given_up
+
+
+def other_storage(groups, fields, path):
+    from megatron.core.param_export import export
+
+    with parallel(**groups):
+        _, plan, state = proven(fields, path)
+        before = dict(export(plan))
+        for entry in plan.entries:
+            old = entry.tensor.data
+            entry.tensor.data = old + 1
+            old.fill_(float("nan"))
+        after = dict(export(plan))
+        assert len(plan.schedules) == 1
+        return all(torch.equal(before[n], t) and torch.equal(after[n], t + 1) for n, t in state.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_later_export_reads_the_memory_that_parameters_have_by_then(world, layout):
+    case, groups = LAYOUTS[layout]
+    fields, path, _, _ = reference(case)
+    assert world(2, other_storage, groups, fields, path) == [True, True]
