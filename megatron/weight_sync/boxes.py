@@ -56,13 +56,20 @@ class Box:
         Returns:
             ``(inside, mapped)``: bool [n], which of ``index`` lie in this box; int64 [inside.sum()], where.
         """
+        inside, mapped = self.place_in_full(index)
+        return inside, mapped[inside]
+
+    def place_in_full(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`map_to_full`, but all of ``index`` is mapped, so that the host need not wait to know how
+        many lie inside; what is not inside goes to some wrong place."""
         local, full = (self.local_offset, self.local_stride), (self.full_offset, self.full_stride)
         return _map(index, self.size, *local, *full)
 
     def map_to_local(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The inverse of :meth:`map_to_full`."""
         local, full = (self.local_offset, self.local_stride), (self.full_offset, self.full_stride)
-        return _map(index, self.size, *full, *local)
+        inside, mapped = _map(index, self.size, *full, *local)
+        return inside, mapped[inside]
 
 
 def _map(index, size, offset, stride, to_offset, to_stride):
@@ -77,4 +84,4 @@ def _map(index, size, offset, stride, to_offset, to_stride):
         rest = rest - i * stride[k]
         mapped = mapped + i * to_stride[k]
     inside &= rest == 0
-    return inside, mapped[inside]
+    return inside, mapped

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import zlib
+from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ LAYOUTS = {
 }
 
 
-def changed_elements(groups, fields, path, receiver, known="parts"):
+def changed_elements(groups, fields, path, receiver, known="parts", batch=2**24):
     """Change a few elements, report them as a distributed optimizer would, apply them to the old weights."""
     import torch.distributed as dist
     from safetensors.torch import load_file
@@ -66,11 +68,14 @@ def changed_elements(groups, fields, path, receiver, known="parts"):
             part = index[index % dps == dp] if known == "parts" else index
             changed.append((entry.tensor, part, flat[part].clone()))
         updated = {name: tensor.clone() for name, tensor in state.items()}
-        count = 0
-        for name, index, value in export_changed(plan, changed, receiver, sharded=known != "owners"):
-            assert index.dtype == torch.int64 and (index[1:] > index[:-1]).all()
-            updated[name].view(-1)[index] = value
-            count += len(index)
+        count, order = 0, []
+        with mock.patch("megatron.core.param_export.changed.BATCH", batch):
+            for name, index, value in export_changed(plan, changed, receiver, sharded=known != "owners"):
+                assert index.dtype == torch.int64 and (index[1:] > index[:-1]).all()
+                updated[name].view(-1)[index] = value
+                count += len(index)
+                order.append(plan.numbers[name])
+        assert all(a < b for a, b in pairwise(order))
         if hf.tie_word_embeddings and parallel_state.get_pipeline_model_parallel_world_size() > 1:
             for chunk in chunks:  # the tied copy follows, as the optimizer would do
                 if not chunk.pre_process and chunk.post_process:
@@ -107,6 +112,14 @@ def test_changed_elements_arrive(world, case, layout):
     receiver = size - 1
     counts = world(size, changed_elements, groups, fields, path, receiver)
     assert counts[receiver] > 500 and all(c is None for r, c in enumerate(counts) if r != receiver)
+
+
+@pytest.mark.parametrize("batch", [1, 100])
+@pytest.mark.parametrize("case, layout", [("qwen3", "tp2-pp2"), ("gpt_oss", "ep2")])
+def test_changed_elements_arrive_in_small_batches(world, case, layout, batch):
+    size, groups = LAYOUTS[layout]
+    fields, path, _, _ = reference(case)
+    assert world(size, changed_elements, groups, fields, path, 0, batch=batch)[0] > 500
 
 
 @pytest.mark.parametrize("known", ["all", "owners"])

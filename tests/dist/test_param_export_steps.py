@@ -111,6 +111,42 @@ def test_the_next_step_is_packed_and_gathered_before_one_is_waited_for(world):
         assert given_up[:3] == [("start", 0), ("start", 1), ("wait", 0)] and ("wait", 1) in given_up
 
 
+class Operations(TorchDispatchMode):
+    """How much was done with tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(fields, path):
+    """What is done to bring the changes of two layers and of all of them, and how many tensors those are."""
+    from megatron.core.param_export import export_changed
+
+    with parallel():
+        _, plan, _ = proven(fields, path)
+        out = []
+        for layers in ("01", "0123456789"):
+            chosen = [e for e in plan.entries if "layers." not in e.name or e.name.split(".")[2] in layers]
+            index = [torch.arange(0, e.tensor.numel(), 7) for e in chosen]
+            value = [e.tensor.detach().view(-1)[i] for e, i in zip(chosen, index, strict=True)]
+            changed = [(e.tensor, i, v) for e, i, v in zip(chosen, index, value, strict=True)]
+            with Operations() as operations:
+                names = [name for name, _, _ in export_changed(plan, changed)]
+            out.append((operations.count, len(names)))
+        return out
+
+
+def test_changes_of_more_layers_take_no_more_operations(world):
+    fields, path, _, _ = reference("qwen3_moe")
+    [((of_two, few), (of_all, many))] = world(1, operations, fields, path)
+    assert many > 2 * few and of_all <= of_two + 5
+
+
 def other_storage(groups, fields, path):
     from megatron.core.param_export import export
 

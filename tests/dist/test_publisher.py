@@ -388,7 +388,7 @@ def failing(groups):
             (1, trainer.publisher, "_share", RuntimeError("read"), 0),
             (None,) * 5,  # none: the first whole sync
             (0, Update, "add_delta", MemoryError("encode"), 1),
-            (0, changed, "_merge", MemoryError("merge"), 1),
+            (0, changed, "_merge", MemoryError("merge"), 0),
             (0, publisher, "synchronise", KeyboardInterrupt(), 0),
             (None,) * 5,
         ]

@@ -1,16 +1,25 @@
-"""Bringing only the changed elements of sharded parameters to one rank."""
+"""Bringing only the changed elements of sharded parameters to one rank.
+
+Work is done for many tensors at a time, and the host waits for the device a few times per such batch, not for
+each tensor. For that an element has a *position*: its place in all full tensors laid end to end, in export
+order. Sorted positions are sorted by tensor and, within it, by flat index.
+"""
 
 from __future__ import annotations
 
-import math
+import heapq
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.param_export.plan import Plan
-from megatron.weight_sync.boxes import Box
+from megatron.core.param_export.plan import Plan, PlanEntry
+
+BATCH = 2**24
+"""Elements that are mapped or merged at a time: it bounds the memory that takes, some 50 bytes for each."""
 
 Changed = Iterable[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
 
@@ -31,7 +40,8 @@ def export_changed(
 
     Yields:
         On the receiver, ``(hf_name, flat_index, value)`` with rising int64 indices, for tensors with a
-        change, in export order. On other ranks nothing; they must run the iterator to its end too.
+        change, in export order; they may share memory with those of other tensors. On other ranks nothing;
+        they must run the iterator to its end too.
 
     Raises:
         ValueError: the plan is not proven, or values have another dtype than their parameter.
@@ -56,7 +66,9 @@ class ChangedElements:
     def __init__(self, plan: Plan, changed: Changed, *, sharded: bool = True):
         self.plan = plan
         self.counts: dict[str, int] = {}
-        self._runs: list[tuple[str, _Run | _Whole]] = []
+        self._whole: list[PlanEntry] = []
+        self._runs: list[_Run] = []
+        batches = _Batches(plan)
         for tensor, index, value in changed:
             entry = plan.entry_of(tensor)
             if value is not None and value.dtype != tensor.dtype:
@@ -65,104 +77,218 @@ class ChangedElements:
                 )
             if not (entry.record.sharer if sharded else entry.owner):
                 continue
-            for box in entry.boxes:
-                if index is None:
-                    found, count = _Whole(tensor, box), box.numel
-                else:
-                    inside, flat = box.map_to_full(index)
-                    found, count = _Run(flat, value[inside]), len(flat)
-                if count:
-                    self._runs.append((box.full_name, found))
-                    self.counts[box.full_name] = self.counts.get(box.full_name, 0) + count
+            if index is None:
+                self._whole.append(entry)
+                for box in entry.boxes:
+                    self.counts[box.full_name] = self.counts.get(box.full_name, 0) + box.numel
+            else:
+                self._runs += batches.add(entry, index, value)
+        self._runs += batches.rest()
+        names = list(plan.expected)
+        for run in self._runs:
+            for number, length in zip(run.numbers, run.lengths, strict=True):
+                self.counts[names[number]] = self.counts.get(names[number], 0) + length
 
-    @torch.no_grad()
     def collect(
         self, receiver: int, skip: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Bring them to one rank, but for the full tensors to ``skip``, the same on every rank. Collective;
         the plan must be current. Yields as :func:`export_changed`."""
-        plan = self.plan
-        names = list(plan.expected)
-        number_of = {name: k for k, name in enumerate(names)}
-        mine: dict[torch.dtype, list[tuple[int, _Run]]] = {}
-        for name, found in self._runs:
-            if name not in skip:
-                run = found.run() if isinstance(found, _Whole) else found
-                mine.setdefault(run.value.dtype, []).append((number_of[name], run))
-        dtypes = {entry.dtype for member in plan.members for entry in member.content.entries}
-        gathered: dict[int, list[_Run]] = {}
-        for dtype in sorted(dtypes, key=str):
-            for number, run in _collect(plan, mine.pop(dtype, []), dtype, receiver):
-                gathered.setdefault(number, []).append(run)
-        for number in sorted(gathered):
-            yield names[number], *_merge(gathered.pop(number))
+        names = list(self.plan.expected)
+        skipped = {number for number, name in enumerate(names) if name in skip} if skip else set()
+        runs = [run.without(skipped) for run in (*self._runs, *self._whole_runs(skip))]
+        gathered = _collect(self.plan, [run for run in runs if run.numbers], receiver)
+        merged = (_merge(self.plan, of_dtype) for of_dtype in gathered.values())
+        for number, index, value in heapq.merge(*merged, key=lambda item: item[0]):
+            yield names[number], index, value
+
+    def _whole_runs(self, skip: Collection[str]) -> Iterator[_Run]:
+        """All elements of the tensors given whole; their indices are made only when they travel so."""
+        batches = _Batches(self.plan)
+        for entry in self._whole:
+            if not all(box.full_name in skip for box in entry.boxes):
+                flat = entry.tensor.detach().view(-1)
+                for start in range(0, len(flat), BATCH):
+                    value = flat[start : start + BATCH]
+                    index = torch.arange(start, start + len(value), device=flat.device)
+                    yield from batches.add(entry, index, value)
+        yield from batches.rest()
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Changed elements of one full tensor, from one shard."""
+    """Changed elements of some full tensors, given by rising numbers: ``lengths[0]`` of the first, and so on.
 
+    ``flat``: indices within each full tensor; int32 if that is wide enough, for the way.
+    """
+
+    numbers: list[int]
+    lengths: list[int]
     flat: torch.Tensor
     value: torch.Tensor
 
+    def between(self, low: int, high: int) -> _Run:
+        """Those of the full tensors ``low`` to ``high``."""
+        a, b = bisect_left(self.numbers, low), bisect_left(self.numbers, high)
+        here = slice(sum(self.lengths[:a]), sum(self.lengths[:b]))
+        return _Run(self.numbers[a:b], self.lengths[a:b], self.flat[here], self.value[here])
 
-@dataclass(frozen=True)
-class _Whole:
-    """All that one box of a shard holds of a full tensor; its indices are made only when it travels so."""
+    def apart(self) -> Iterator[_Run]:
+        """Runs that were sent as one: the numbers rise in each."""
+        falls = [k for k in range(1, len(self.numbers)) if self.numbers[k] <= self.numbers[k - 1]]
+        for a, b in pairwise([0, *falls, len(self.numbers)]):
+            here = slice(sum(self.lengths[:a]), sum(self.lengths[:b]))
+            yield _Run(self.numbers[a:b], self.lengths[a:b], self.flat[here], self.value[here])
 
-    tensor: torch.Tensor
-    box: Box
-
-    def run(self) -> _Run:
-        local = self.tensor.detach().view(-1)
-        inside, flat = self.box.map_to_full(torch.arange(local.numel(), device=local.device))
-        return _Run(flat, local[inside])
-
-
-def _merge(runs: list[_Run]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rising indices and their values; an element that several ranks reported, once."""
-    flat, order = torch.sort(torch.cat([run.flat.long() for run in runs]), stable=True)
-    value = torch.cat([run.value for run in runs])[order]
-    first = torch.ones_like(flat, dtype=torch.bool)
-    first[1:] = flat[1:] != flat[:-1]
-    return flat[first], value[first]
+    def without(self, skipped: set[int]) -> _Run:
+        if skipped.isdisjoint(self.numbers):
+            return self
+        kept = [k for k, number in enumerate(self.numbers) if number not in skipped]
+        flat, value = self.flat.split(self.lengths), self.value.split(self.lengths)
+        return _Run(
+            [self.numbers[k] for k in kept],
+            [self.lengths[k] for k in kept],
+            torch.cat([self.flat[:0], *(flat[k] for k in kept)]),
+            torch.cat([self.value[:0], *(value[k] for k in kept)]),
+        )
 
 
-def _collect(
-    plan: Plan, runs: list[tuple[int, _Run]], dtype: torch.dtype, receiver: int
-) -> list[tuple[int, _Run]]:
-    """Every rank's runs, by the full tensor's number, on the receiver. An element travels as its index (4
-    bytes, or 8) and its value."""
-    if plan.ranks == 1:
+class _Batches:
+    """Collects changed elements of local tensors, and maps them to full tensors when they are enough."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.waiting: dict[torch.dtype, list[tuple[PlanEntry, torch.Tensor, torch.Tensor]]] = {}
+        self.elements = 0
+
+    def add(self, entry: PlanEntry, index: torch.Tensor, value: torch.Tensor) -> list[_Run]:
+        self.waiting.setdefault(value.dtype, []).append((entry, index, value))
+        self.elements += index.numel()
+        return self.rest() if self.elements >= BATCH else []
+
+    def rest(self) -> list[_Run]:
+        """What was added and not yet given back."""
+        runs = [_map(self.plan, changes) for changes in self.waiting.values()]
+        self.waiting, self.elements = {}, 0
         return runs
+
+
+def _map(plan: Plan, changes: list[tuple[PlanEntry, torch.Tensor, torch.Tensor]]) -> _Run:
+    """Tensors that are divided alike, as most layers' are, go through their boxes together."""
+    alike: dict[int, list[tuple[PlanEntry, torch.Tensor, torch.Tensor]]] = {}
+    for change in changes:
+        alike.setdefault(change[0].form, []).append(change)
+    rows = []
+    for some in alike.values():
+        rows.append([index.numel() for _, index, _ in some])
+        for boxes in zip(*(entry.boxes for entry, _, _ in some), strict=True):
+            rows.append([plan.starts[plan.numbers[b.full_name]] + b.full_offset for b in boxes])
+    uploaded = _upload(rows, changes[0][1].device)
+    positions, values = [], []
+    for some in alike.values():
+        index, lengths = torch.cat([index for _, index, _ in some]), next(uploaded)
+        position = torch.full_like(index, -1)  # of padding, which goes nowhere
+        for box in some[0][0].boxes:
+            inside, flat = box.place_in_full(index)
+            begins = next(uploaded).repeat_interleave(lengths, output_size=len(index))
+            position = torch.where(inside, flat - box.full_offset + begins, position)
+        positions.append(position)
+        values += [value for *_, value in some]
+    position, order = torch.cat(positions).sort(stable=True)
+    numbers, lengths, first, flat = _divide(plan, position, 0, len(plan.expected))
+    narrow = torch.int32 if plan.largest < 2**31 else torch.int64
+    return _Run(numbers, lengths, flat.to(narrow), torch.cat(values)[order[first:]])
+
+
+def _upload(rows: list[list[int]], device: torch.device) -> Iterator[torch.Tensor]:
+    """Rows of numbers on the device, in one copy."""
+    numbers = torch.tensor([number for row in rows for number in row], device=device)
+    return iter(numbers.split([len(row) for row in rows]))
+
+
+def _divide(plan: Plan, position: torch.Tensor, low: int, high: int):
+    """Sorted positions in the full tensors ``low`` to ``high``: the numbers of those with any, how many each,
+    how many lie before the first tensor, and the others' flat indices. The host waits for the device."""
+    starts = torch.tensor(plan.starts[low : high + 1], device=position.device)
+    bounds = torch.searchsorted(position, starts)
+    counts = bounds.diff()
+    first, *lengths = torch.cat([bounds[:1], counts]).tolist()
+    position = position[first:]
+    flat = position - starts[:-1].repeat_interleave(counts, output_size=len(position))
+    numbers = [low + k for k, length in enumerate(lengths) if length]
+    return numbers, [length for length in lengths if length], first, flat
+
+
+def _collect(plan: Plan, runs: list[_Run], receiver: int) -> dict[torch.dtype, list[_Run]]:
+    """Every rank's runs, by the values' type, on the receiver. An element travels as its index (4 bytes, or
+    8) and its value."""
+    out: dict[torch.dtype, list[_Run]] = {dtype: [] for dtype in plan.dtypes}
+    mine: dict[torch.dtype, list[_Run]] = {dtype: [] for dtype in plan.dtypes}
+    for run in runs:
+        mine[run.value.dtype].append(run)
+    if plan.ranks == 1:
+        return mine
     device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
-    largest = max(math.prod(shape) for shape in plan.expected.values())
-    index_dtype = torch.int32 if largest < 2**31 else torch.int64
-    elements = sum(len(run.flat) for _, run in runs)
-    sizes = torch.tensor([len(runs), elements], dtype=torch.int64, device=device)
+    sizes = torch.tensor(
+        [
+            [sum(len(run.numbers) for run in mine[dtype]), sum(len(run.flat) for run in mine[dtype])]
+            for dtype in plan.dtypes
+        ],
+        device=device,
+    )
     everyone = [torch.empty_like(sizes) for _ in range(plan.ranks)]
     dist.all_gather(everyone, sizes, group=plan.group)
-    out = []
-    for rank, (count, elements) in enumerate(pair.tolist() for pair in everyone):
-        if not count:
-            continue
-        if plan.rank == rank == receiver:
-            out += runs
-        elif plan.rank == rank:
-            head = torch.tensor(
-                [[number, len(run.flat)] for number, run in runs], dtype=torch.int64, device=device
-            )
-            flat = torch.cat([run.flat.to(index_dtype) for _, run in runs])
-            value = torch.cat([run.value for _, run in runs])
-            for column in (head, flat, value.view(torch.uint8)):
-                dist.send(column, group=plan.group, group_dst=receiver)
-        elif plan.rank == receiver:
-            head = torch.empty((count, 2), dtype=torch.int64, device=device)
-            flat = torch.empty(elements, dtype=index_dtype, device=device)
-            value = torch.empty(elements, dtype=dtype, device=device)
-            for column in (head, flat, value.view(torch.uint8)):
-                dist.recv(column, group=plan.group, group_src=rank)
-            numbers, lengths = head.T.tolist()
-            pieces = zip(flat.split(lengths), value.split(lengths), strict=True)
-            out += [(number, _Run(*piece)) for number, piece in zip(numbers, pieces, strict=True)]
+    for rank, by_dtype in enumerate(torch.stack(everyone).tolist()):
+        for dtype, (count, elements) in zip(plan.dtypes, by_dtype, strict=True):
+            if not count:
+                continue
+            if plan.rank == rank == receiver:
+                out[dtype] += mine[dtype]
+            elif plan.rank == rank:
+                head = [[n for run in mine[dtype] for n in run.numbers]]
+                head += [[n for run in mine[dtype] for n in run.lengths]]
+                flat = torch.cat([run.flat for run in mine[dtype]])
+                value = torch.cat([run.value for run in mine[dtype]])
+                for column in (torch.tensor(head, device=device), flat, value.view(torch.uint8)):
+                    dist.send(column, group=plan.group, group_dst=receiver)
+            elif plan.rank == receiver:
+                narrow = torch.int32 if plan.largest < 2**31 else torch.int64
+                head = torch.empty((2, count), dtype=torch.int64, device=device)
+                flat = torch.empty(elements, dtype=narrow, device=device)
+                value = torch.empty(elements, dtype=dtype, device=device)
+                for column in (head, flat, value.view(torch.uint8)):
+                    dist.recv(column, group=plan.group, group_src=rank)
+                out[dtype] += _Run(*head.tolist(), flat, value).apart()
     return out
+
+
+def _merge(plan: Plan, runs: list[_Run]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Per full tensor its rising indices and their values; an element that several ranks reported, once."""
+    totals: dict[int, int] = {}
+    for run in runs:
+        for number, length in zip(run.numbers, run.lengths, strict=True):
+            totals[number] = totals.get(number, 0) + length
+    low, elements = 0, 0
+    for number in sorted(totals):
+        if elements + totals[number] > BATCH and elements:
+            yield from _merge_between(plan, runs, low, number)
+            low, elements = number, 0
+        elements += totals[number]
+    if elements:
+        yield from _merge_between(plan, runs, low, len(plan.expected))
+
+
+def _merge_between(plan: Plan, runs: list[_Run], low: int, high: int):
+    parts = [part for part in (run.between(low, high) for run in runs) if part.numbers]
+    lengths = [length for part in parts for length in part.lengths]
+    starts = [plan.starts[number] for part in parts for number in part.numbers]
+    flat, value = torch.cat([part.flat for part in parts]), torch.cat([part.value for part in parts])
+    lengths, starts = _upload([lengths, starts], flat.device)
+    position = flat + starts.repeat_interleave(lengths, output_size=len(flat))
+    position, order = position.sort(stable=True)
+    first = torch.ones_like(position, dtype=torch.bool)
+    first[1:] = position[1:] != position[:-1]
+    (kept,) = first.nonzero(as_tuple=True)
+    numbers, lengths, _, flat = _divide(plan, position[kept], low, high)
+    value = value[order[kept]]
+    yield from zip(numbers, flat.split(lengths), value.split(lengths), strict=True)

@@ -6,6 +6,8 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,7 @@ class PlanEntry:
         cut: the affine pieces that go nowhere (padded vocabulary rows).
         owner: in the proof, this rank owns the values; the other holders are declared replicas.
         record: what the other ranks know of it.
+        form: tensors of one form are divided alike; only where their boxes lie in full tensors differs.
     """
 
     chunk: int
@@ -63,6 +66,7 @@ class PlanEntry:
     cut: tuple[Affine, ...]
     owner: bool
     record: EntryRecord
+    form: int
 
     @property
     def global_name(self) -> str:
@@ -100,6 +104,8 @@ class Plan:
 
     Attributes:
         expected: every Hugging Face tensor and its shape, in export order.
+        numbers: their numbers in that order.
+        starts: where each would begin, in elements, if all were laid end to end; and the end.
         entries: this rank's tensors.
         members: what every rank holds.
         sources: full tensor -> ``(rank, entry number, box)`` of its owners.
@@ -115,9 +121,12 @@ class Plan:
         self.models = [unwrap(chunk) for chunk in chunks]
         self.process_groups = getattr(self.models[0], "pg_collection", None)
         self.expected = family.expected()
+        self.numbers = {name: number for number, name in enumerate(self.expected)}
+        self.starts = list(accumulate(map(math.prod, self.expected.values()), initial=0))
         self.entries: list[PlanEntry] = []
         self.proven = False
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._forms: dict[tuple, int] = {}
         problems: list[str] = []
         try:
             self.position = position(self.process_groups, group)
@@ -189,7 +198,9 @@ class Plan:
             boxes=tuple(boxes),
         )
         owner = sharer and _rank(self.process_groups, REPLICA[kind]) == 0
-        return PlanEntry(number, local.name, local.tensor, tuple(cut), owner, record)
+        division = tuple((b.size, b.local_offset, b.local_stride, b.full_stride) for b in boxes)
+        form = self._forms.setdefault(division, len(self._forms))
+        return PlanEntry(number, local.name, local.tensor, tuple(cut), owner, record, form)
 
     def _cut_vocabulary(self, piece: Piece) -> tuple[Piece | None, list[Affine]]:
         """Rows from the vocabulary size on are padding: (kept piece or None, removed local boxes)."""
@@ -347,6 +358,16 @@ class Plan:
         """Element type of a full tensor."""
         rank, number, _ = self.sources[name][0]
         return self._record(rank, number).dtype
+
+    @cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """Element types of the full tensors, in an order that all ranks share."""
+        return sorted({self.dtype(name) for name in self.expected}, key=str)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest full tensor."""
+        return max(map(math.prod, self.expected.values()))
 
     def nbytes(self, name: str) -> int:
         """Bytes of a full tensor."""
