@@ -261,7 +261,7 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("bench_tree_attention measures a GPU, and there is none here")
     torch._functorch.config.donated_buffer = False  # a backward is timed several times on one forward
-    why = flash._package()
+    why = flash.package_problem()
     if why:
         print(f"without flash: {why}")
     if options.tune and (why or (options.head_dim, options.v_dim) != (128, 128)):

@@ -1,5 +1,6 @@
 """The reference backend against attention written token by token; selection of backends; optional imports."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -162,6 +163,23 @@ def test_auto_on_cpu_is_reference_and_says_so_once(caplog):
     ]
 
 
+@pytest.mark.parametrize("problem", ["flash-attn-4 is not installed (pip ...)", None])
+def test_auto_warns_where_a_package_away_from_flash(monkeypatch, caplog, problem):
+    from megatron.core.transformer.tree_attention import flash
+
+    monkeypatch.setattr(flash, "package_problem", lambda: problem)
+    dispatch._log_choice.cache_clear()
+    select_backend.cache_clear()
+    on_gpu = dict(device_type="cuda", capability=(9, 0), heads=13, kv_heads=13, qk_dim=64, v_dim=64)
+    with caplog.at_level("INFO", logger=dispatch.__name__):
+        chosen = [select_backend("auto", case(**on_gpu, dtype=t)) for t in (torch.bfloat16, torch.float32)]
+    select_backend.cache_clear()
+    assert chosen == ["flex" if problem else "flash", "flex"]
+    assert [r.levelname for r in caplog.records] == ["WARNING" if problem else "INFO", "INFO"]
+    if problem:
+        assert caplog.records[0].getMessage().endswith(f"; flash would be faster, but {problem}")
+
+
 def test_auto_on_an_accelerator_does_not_fall_back_to_the_dense_mask(monkeypatch):
     on_gpu = case(device_type="cuda", capability=(9, 0), dtype=torch.float64, heads=11, kv_heads=11)
     monkeypatch.setattr(
@@ -239,8 +257,11 @@ def test_inputs_that_do_not_fit(name):
 def test_sink_of_the_wrong_shape():
     metadata = TreeMetadata.from_nodes([-1, 0], [3, 4])
     q, k, v, _ = tensors(0, 7)
-    with pytest.raises(ValueError, match=r"sink: expected shape \[4\], got \[3\]"):
-        tree_attention(q, k, v, metadata, sink=torch.zeros(3))
+    for sink, got in ((torch.zeros(3), r"\[3\]"), (0.0, "float")):
+        with pytest.raises(ValueError, match=r"sink: expected a tensor of shape \[4\], got " + got):
+            tree_attention(q, k, v, metadata, sink=sink)
+    with pytest.raises(ValueError, match=r"got \[7, 2, 4, 5\], .* is one sequence: tokens of shape \[1, T\]"):
+        tree_attention(q[:, None].expand(7, 2, 4, -1), k, v, metadata)
 
 
 def test_options_and_devices_that_do_not_fit():
@@ -249,11 +270,53 @@ def test_options_and_devices_that_do_not_fit():
     for window in (-1, 1.5, (3, 0)):
         with pytest.raises(ValueError, match=r"window: expected an int >= 0, or None for no limit, got "):
             tree_attention(q, k, v, metadata, window=window)
-    for softcap in (0.0, -1.0, float("nan")):
+    for softcap in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"softcap: expected a positive number, or None for no cap"):
             tree_attention(q, k, v, metadata, softcap=softcap)
     with pytest.raises(ValueError, match=r"k, v: expected device cpu of q, got cpu, meta"):
         tree_attention(q, k, v.to("meta"), metadata)
+
+
+def test_metadata_on_the_cpu_is_validated_by_its_first_use(monkeypatch):
+    q, k, v, _ = tensors(0, 7)
+    bad = dataclasses.replace(TreeMetadata.from_nodes([-1, 0], [3, 4]), tree_position_ids=torch.arange(7) % 3)
+    with pytest.raises(ValueError, match=r"tree_position_ids: expected 3..6 for node 1 \(parent 0\), got "):
+        tree_attention(q, k, v, bad)
+    good, seen = dataclasses.replace(TreeMetadata.from_nodes([-1, 0], [3, 4])), []
+    validate = TreeMetadata.validate
+    monkeypatch.setattr(TreeMetadata, "validate", lambda self: seen.append(self) or validate(self))
+    for _ in range(2):
+        tree_attention(q, k, v, good)
+    assert seen == [good]
+
+
+def test_scored_in_inference_mode_and_trained_on_afterwards():
+    """What is kept from scoring may be saved for a backward pass."""
+    q, k, v, _ = tensors(0, 7)
+    scored, trained = (TreeMetadata.from_nodes([-1, 0, 0], [3, 2, 2]) for _ in range(2))
+    with torch.inference_mode():
+        tree_attention(q, k, v, scored, backend="flex")
+        tree_attention(q, k, v, scored)
+    kept = [value for value in scored._cache.values() if isinstance(value, torch.Tensor)]
+    assert kept and not any(value.is_inference() for value in kept)
+    outputs = []
+    for metadata in (scored, trained):
+        leaf = q.detach().clone().requires_grad_()
+        out = tree_attention(leaf, k, v, metadata)
+        outputs += [out, *torch.autograd.grad(out.square().sum(), leaf)]
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
+
+
+def test_deterministic_algorithms_that_only_warn_refuse_nothing():
+    q, k, v, _ = tensors(0, 7)
+    made = []
+    for warn_only in (True, False):
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        try:
+            made.append(dispatch._case(q, k, v, window=None, sink=None, softcap=None, deterministic=False))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert [found.deterministic for found in made] == [False, True]
 
 
 def test_packed_seq_params_are_not_metadata():
@@ -261,7 +324,7 @@ def test_packed_seq_params_are_not_metadata():
     q = torch.zeros(3, 2, 4)
     with pytest.raises(
         TypeError,
-        match=r"^metadata: expected a TreeMetadata \(packed_seq_params.tree_metadata\), got PackedSeqParams$",
+        match=r"^tree_metadata: expected a TreeMetadata \(packed_seq_params.*\), got PackedSeqParams$",
     ):
         tree_attention(q, q, q, metadata.packed_seq_params())
 

@@ -100,6 +100,6 @@ def test_which_flash_attn_is_taken(monkeypatch, installed, reason):
         return installed
 
     monkeypatch.setattr(flash.importlib.metadata, "version", version)
-    flash._package.cache_clear()
+    flash.package_problem.cache_clear()
     assert flash.supports(on_gpu()) == reason
-    flash._package.cache_clear()
+    flash.package_problem.cache_clear()

@@ -146,7 +146,7 @@ def test_cache_is_filled_once_and_not_carried():
     assert copy.copy(made).node_parent is made.node_parent
     assert copy.deepcopy(made).node_parent is not made.node_parent
     assert torch.equal(copy.deepcopy(made).subtree_end, end)
-    assert set(made._cache) == {"subtree_end", "k"}
+    assert set(made._cache) == {"validated", "subtree_end", "k"}
 
 
 def test_to_moves_tensors_and_leaves_precomputed():
@@ -264,6 +264,7 @@ def test_validate_accepts_what_from_nodes_builds_and_returns_it():
         (dict(parents=[], lengths=[]), r"padded_size: expected at least one token, got an empty pack"),
         (dict(parents=[-1], lengths=[2.5]), r"lengths: expected integers, got \[2.5\]"),
         (dict(parents=[None], lengths=[2]), r"parents: expected integers, got \[None\]"),
+        (dict(parents=[-1], lengths=[2], padded_to=4.0), r"padded_to: expected integers, got \[4.0\]"),
     ],
 )
 def test_from_nodes_refuses(kwargs, message):
@@ -279,6 +280,8 @@ def test_from_nodes_takes_arrays_and_tensors():
         made = TreeMetadata.from_nodes(convert([-1, 0, 0]), convert([2, 1, 3]))
         assert made.tree_position_ids.equal(wanted.tree_position_ids)
         assert (type(made.padded_size), type(made.max_position)) == (int, int)
+    padded = TreeMetadata.from_nodes([-1], [3], padded_size=np.int64(8), padded_to=np.int32(4))
+    assert (padded.padded_size, type(padded.padded_size)) == (8, int)
 
 
 def test_module_does_not_import_torch_by_itself():

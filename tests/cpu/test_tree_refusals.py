@@ -115,6 +115,20 @@ def test_configuration_is_refused_by_the_attention_layer(single, name):
         attention._run_core_attention(q, kv, kv, None, packed_seq_params=METADATA.packed_seq_params())
 
 
+def test_context_parallelism_of_one_pack_is_refused(single):
+    params = METADATA.packed_seq_params()
+    params.local_cp_size = 2
+    with pytest.raises(TreeUnsupportedError, match=r"\(local_cp_size=2\): set local_cp_size=1"):
+        refuse_unsupported_model(build(), params)
+
+
+def test_something_else_than_metadata_is_refused_by_the_model(single):
+    params = METADATA.packed_seq_params()
+    params.tree_metadata = {"cu_node_lens": None}
+    with pytest.raises(TypeError, match=r"tree_metadata: expected a TreeMetadata .*, got dict"):
+        refuse_unsupported_model(build(), params)
+
+
 def test_refusals_are_of_one_kind():
     """Caught as what a caller did, like a malformed pack, or as a missing capability."""
     assert issubclass(TreeUnsupportedError, ValueError) and issubclass(TreeUnsupportedError, RuntimeError)
@@ -226,6 +240,9 @@ def test_core_attention_that_is_not_softmax_attention_is_refused(single):
         forward(model)
     OtherAttention.plain_softmax_attention = True
     assert forward(model).shape == (1, 7, 64)
+    model.config.softmax_type = "learnable"
+    with pytest.raises(TreeUnsupportedError, match=r"'learnable': core attention .* has no softmax_offset"):
+        forward(model)
 
 
 def test_absorbed_mla_is_refused(single):

@@ -7,6 +7,7 @@ by its whole subtree before its next sibling starts. Shapes: T packed tokens, N 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import index
@@ -38,9 +39,11 @@ class RouterStatistics(NamedTuple):
 class TreeMetadata:
     """Tree structure of one THD pack, carried by ``PackedSeqParams.tree_metadata``.
 
-    Tensors lie on any one device, usually that of the tokens. Treat an instance as immutable: what is derived
-    from it is kept in a private cache, which ``copy``, ``deepcopy``, ``pickle`` and ``to`` do not carry over.
-    Two instances are equal only if they are the same object.
+    Make one with ``from_nodes``, which checks it, or from tensors of your own, and then call ``validate``: on
+    a GPU, what does not hold together would be computed all the same. Tensors lie on any one device, usually
+    that of the tokens. Treat an instance as immutable: what is derived from it is kept in a private cache,
+    which ``copy``, ``deepcopy``, ``pickle`` and ``to`` do not carry over. Two instances are equal only if
+    they are the same object.
     """
 
     cu_node_lens: torch.Tensor
@@ -101,6 +104,9 @@ class TreeMetadata:
         parents, lengths = _integers(parents, "parents"), _integers(lengths, "lengths")
         if len(parents) != len(lengths):
             raise ValueError(f"lengths: expected one per parent, {len(parents)}, got {len(lengths)}")
+        [padded_to] = _integers([padded_to], "padded_to")
+        if padded_size is not None:
+            [padded_size] = _integers([padded_size], "padded_size")
         if padded_to < 1:
             raise ValueError(f"padded_to: expected at least 1, got {padded_to}")
         starts, bounds = [], [0]
@@ -135,7 +141,7 @@ class TreeMetadata:
             max_position=max((s + n - 1 for s, n in zip(starts, lengths, strict=True)), default=0),
             roots_only=all(parent < 0 for parent in parents),
         )
-        made.validate()
+        made.validate_once()
         return made if device is None else made.to(device)
 
     @property
@@ -165,7 +171,11 @@ class TreeMetadata:
     def cached(self, key: Any, build: Callable[[TreeMetadata], _Cached]) -> _Cached:
         """What ``build(self)`` returned the first time it was asked for under ``key`` on this instance."""
         if key not in self._cache:
-            self._cache[key] = build(self)
+            import torch
+
+            # Scored under inference_mode first, a micro-batch is trained on with the same cache afterwards.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                self._cache[key] = build(self)
         return self._cache[key]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeMetadata:
@@ -269,6 +279,10 @@ class TreeMetadata:
                     f"{self.device}, got {weights_T.numel()} on {weights_T.device}"
                 )
         return self
+
+    def validate_once(self) -> None:
+        """``validate``, unless this instance has passed it."""
+        self.cached("validated", lambda metadata: bool(metadata.validate()))
 
     def _check_order(self, parents: list[int]) -> None:
         path: list[int] = []

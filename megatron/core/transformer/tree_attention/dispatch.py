@@ -44,7 +44,8 @@ def tree_attention(
         q: [T, H, D], any float dtype that the backend takes; THD layout, contiguous or not.
         k: [T, Hkv, D] where Hkv divides H.
         v: [T, Hkv, Dv].
-        metadata: of the same T, on the same device.
+        metadata: of the same T, on the same device. On the CPU its first use validates it; elsewhere that is
+            the duty of whoever builds one by hand, see ``TreeMetadata.validate``.
         softmax_scale: factor on q.k, 1/sqrt(D) when None.
         window: attend at most this many positions back on the path.
         sink: [H], one more logit per head in the softmax denominator.
@@ -56,19 +57,14 @@ def tree_attention(
         [T, H, Dv] in the dtype of q.
 
     Raises:
-        ValueError: shapes, dtypes, devices or the backend's name do not fit.
+        ValueError: shapes, dtypes, devices, the metadata or the backend's name do not fit.
         TypeError: ``metadata`` is something else, for instance the PackedSeqParams that carry it.
         TreeUnsupportedError: the backend, or with ``auto`` every backend, cannot serve this case.
     """
-    if not isinstance(metadata, TreeMetadata):
-        raise TypeError(
-            f"metadata: expected a TreeMetadata (packed_seq_params.tree_metadata), got "
-            f"{type(metadata).__name__}"
-        )
     _check(q, k, v, metadata, sink)
     if window is not None and (not isinstance(window, int) or window < 0):
         raise ValueError(f"window: expected an int >= 0, or None for no limit, got {window!r}")
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap: expected a positive number, or None for no cap, got {softcap!r}")
     case = _case(q, k, v, window=window, sink=sink, softcap=softcap, deterministic=deterministic)
     chosen = select_backend(backend, case)
@@ -118,7 +114,13 @@ def select_backend(backend: str, case: TreeAttentionCase) -> str:
         reasons["reference"] = "its dense mask takes O(T^2) memory: choose it by name for a small pack"
     for name in BACKENDS:
         if reasons[name] is None:
-            _log_choice(f"tree attention: auto chose backend {name!r} for {case}")
+            missing = _module("flash").package_problem()
+            passed_over = reasons["flash"] is not None and reasons["flash"] == missing
+            _log_choice(
+                f"tree attention: auto chose backend {name!r} for {case}"
+                + (f"; flash would be faster, but {missing}" if passed_over else ""),
+                logging.WARNING if passed_over else logging.INFO,
+            )
             return name
     raise TreeUnsupportedError(f"no tree attention backend can serve {case}: {_listed(reasons)}.")
 
@@ -184,18 +186,22 @@ def _listed(reasons: dict[str, str | None]) -> str:
 
 
 @functools.cache
-def _log_choice(message: str) -> None:
+def _log_choice(message: str, level: int) -> None:
     # Cached on the text, so that cases that differ only in what the text leaves out are logged once.
     from megatron.core.utils import log_single_rank
 
-    log_single_rank(logger, logging.INFO, message)
+    log_single_rank(logger, level, message)
 
 
 def _check(q, k, v, metadata: TreeMetadata, sink) -> None:
+    refusals.check_metadata(metadata)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(
-            f"q, k, v: expected [T, heads, size], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+            f"q, k, v: expected [T, heads, size], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; a "
+            "tree pack is one sequence: tokens of shape [1, T]"
         )
+    if metadata.device.type == "cpu" and not torch.compiler.is_compiling():
+        metadata.validate_once()
     tokens = metadata.padded_size
     if not q.shape[0] == k.shape[0] == v.shape[0] == tokens:
         raise ValueError(
@@ -219,8 +225,9 @@ def _check(q, k, v, metadata: TreeMetadata, sink) -> None:
             f"tree_metadata: expected device {q.device} of the query, got {metadata.device}; move it "
             "once per micro-batch with TreeMetadata.to"
         )
-    if sink is not None and sink.shape != (q.shape[1],):
-        raise ValueError(f"sink: expected shape [{q.shape[1]}], got {list(sink.shape)}")
+    if sink is not None and getattr(sink, "shape", None) != (q.shape[1],):
+        got = list(sink.shape) if isinstance(sink, torch.Tensor) else type(sink).__name__
+        raise ValueError(f"sink: expected a tensor of shape [{q.shape[1]}], got {got}")
 
 
 def _case(q, k, v, *, window, sink, softcap, deterministic, te_core=False) -> TreeAttentionCase:
@@ -237,7 +244,11 @@ def _case(q, k, v, *, window, sink, softcap, deterministic, te_core=False) -> Tr
         softcap=softcap is not None,
         needs_grad=torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (q, k, v, sink)),
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        deterministic=deterministic
+        or (
+            torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled()
+        ),
         te_core=te_core,
     )
 
@@ -270,4 +281,10 @@ def _window(attention: Attention) -> int | None:
 def _sink(attention: Attention) -> torch.Tensor | None:
     if attention.config.softmax_type == "vanilla":
         return None
-    return attention.core_attention.softmax_offset.reshape(-1)
+    offset = getattr(attention.core_attention, "softmax_offset", None)
+    if offset is None:
+        raise TreeUnsupportedError(
+            f"tree_metadata with softmax_type={attention.config.softmax_type!r}: core attention "
+            f"{type(attention.core_attention).__name__} has no softmax_offset, the sink's logit of each head"
+        )
+    return offset.reshape(-1)

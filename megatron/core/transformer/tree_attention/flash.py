@@ -42,11 +42,11 @@ def supports(case: TreeAttentionCase) -> str | None:
         return "its softcap has no tested backward together with a mask"
     if case.deterministic:
         return "its backward over block lists adds gradients up in any order"
-    return _package()
+    return package_problem()
 
 
 @functools.cache
-def _package() -> str | None:
+def package_problem() -> str | None:
     """Why the installed package cannot be used, or None."""
     from packaging.version import Version
 

@@ -4,7 +4,8 @@
 
 With a sink, exp(sink) is added to the softmax denominator. O(T^2 H) memory, forward and backward: for tests
 and small packs. A NaN or an infinity reaches only queries that see its token, and the gradients of their
-paths. float64 and float32 are computed as they are, bfloat16 and float16 in float32.
+paths; it takes O(T^2 H D) memory for that. float64 and float32 are computed as they are, bfloat16 and float16
+in float32.
 """
 
 from __future__ import annotations

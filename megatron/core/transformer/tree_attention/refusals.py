@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megatron.core.transformer.tree_attention.case import TreeUnsupportedError
+from megatron.core.transformer.tree_metadata import TreeMetadata
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,9 +32,12 @@ def refuse_unsupported_model(
 
     Raises:
         TreeUnsupportedError: some part would ignore the tree, or compute it wrongly.
+        TypeError: ``tree_metadata`` is something else than a TreeMetadata.
     """
-    if getattr(packed_seq_params, "tree_metadata", None) is None:
+    metadata = getattr(packed_seq_params, "tree_metadata", None)
+    if metadata is None:
         return
+    check_metadata(metadata)
     if inference_context is not None:
         raise _unsupported(
             "an inference context", "generate from linear sequences; trees are for training and scoring"
@@ -51,6 +55,15 @@ def refuse_unsupported_model(
         _checked_models.add(model)
 
 
+def check_metadata(metadata) -> None:
+    """Raise TypeError unless it is a TreeMetadata."""
+    if not isinstance(metadata, TreeMetadata):
+        raise TypeError(
+            "tree_metadata: expected a TreeMetadata (packed_seq_params.tree_metadata), got "
+            f"{type(metadata).__name__}"
+        )
+
+
 def refuse_labels(packed_seq_params: PackedSeqParams | None, **given) -> None:
     """Called by the forward of GPTModel and HybridModel with labels and loss_mask.
 
@@ -61,7 +74,7 @@ def refuse_labels(packed_seq_params: PackedSeqParams | None, **given) -> None:
         TreeUnsupportedError: one of them is given for a tree.
     """
     metadata = getattr(packed_seq_params, "tree_metadata", None)
-    if metadata is None or metadata.roots_only:
+    if metadata is None or getattr(metadata, "roots_only", False):
         return
     for name, value in given.items():
         if value is not None:
@@ -154,11 +167,12 @@ def _refuse_configuration(
     variant = config.experimental_attention_variant
     if variant is not None:
         raise _unsupported(f"experimental_attention_variant={variant!r}", _LINEAR)
-    if config.context_parallel_size > 1 or (packed_seq_params.local_cp_size or 1) > 1:
-        raise _unsupported(
-            f"context parallelism (context_parallel_size={config.context_parallel_size})",
-            "set context_parallel_size=1 and split long trees into micro-batches, or use tensor parallelism",
-        )
+    for holder, name in ((config, "context_parallel_size"), (packed_seq_params, "local_cp_size")):
+        if (size := getattr(holder, name) or 1) > 1:
+            raise _unsupported(
+                f"context parallelism ({name}={size})",
+                f"set {name}=1 and split long trees into micro-batches, or use tensor parallelism",
+            )
     if config.cuda_graph_impl != "none" and (
         config.cuda_graph_impl == "full_iteration"
         or not config.cuda_graph_modules
@@ -216,5 +230,6 @@ def _refuse_core_attention(attention: Attention) -> None:
         raise _unsupported(
             f"core attention {type(core).__name__}",
             "use DotProductAttention or TEDotProductAttention, or set plain_softmax_attention = True on the "
-            "class if it computes causal softmax attention with the scale, window and sink of its config",
+            "class if it computes causal softmax attention with the scale, window and sink of its config "
+            "(softmax_offset)",
         )
