@@ -60,8 +60,8 @@ def export(
         plan: a proven plan.
         receivers: "all", "nodes" (the first rank of every host), a rank, or several ranks of the plan's
             group.
-        bucket_bytes: half of the extra memory. A tensor of more than half of this travels alone, and counts
-            as half a bucket.
+        bucket_bytes: half of the extra memory. A tensor of more than half of this travels alone, and three
+            such may be in memory at a time.
         to_host: hand the tensors out in pinned host memory instead of on the parameters' device.
         read: gives the current values of a live parameter or buffer, on any device; for parameters whose own
             memory is released for the moment (``compat.memory_saver_backups()``). Default: the tensor itself.
@@ -117,7 +117,7 @@ class _Export:
     def run(self, current: bool) -> Iterator[tuple[str, torch.Tensor]]:
         if not current:
             self.plan.require_current()
-        ahead = started = failed = None
+        ahead = failed = None
         try:
             for step in [*self.schedule.steps, None]:
                 # Before the one ahead is waited for, so that it is packed while that one is gathered.
@@ -129,11 +129,10 @@ class _Export:
                             yield from self.hand_out(ahead)
                         except Exception as error:
                             failed = error
-                ahead, started = started, None
-        finally:
-            for abandoned in (ahead, started):  # by a caller who did not go on
-                if abandoned is not None:
-                    self.wait(abandoned)
+                ahead = started
+        finally:  # also for a caller who does not go on: memory is free again only when it is packed
+            if self.side is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self.side)
         if failed is not None:
             raise failed
 
