@@ -284,6 +284,23 @@ def test_recompute_gives_the_same_bits(backend):
     same(backend, *([out, *torch.autograd.grad(out, tensors, upstream)] for out in outs))
 
 
+@pytest.mark.parametrize("backend", backends())
+def test_scored_in_inference_mode_and_trained_on_afterwards(backend):
+    """With the same metadata, as trainers do with the log-probabilities of the old policy."""
+    from megatron.core.transformer.tree_attention import tree_attention
+    from megatron.core.transformer.tree_metadata import TreeMetadata
+
+    scored, fresh = (TreeMetadata.from_nodes(*random_tree(8), device="cuda") for _ in range(2))
+    tensors, upstream = inputs(scored.padded_size, **BASE)
+    with torch.inference_mode():
+        tree_attention(*(t.detach() for t in tensors), scored, backend=backend)
+    after = results(scored, tensors, upstream, backend)
+    expected = results(fresh, tensors, upstream, backend)
+    # dq of flash is added up in any order
+    assert all(torch.equal(after[i], expected[i]) for i in (0, 2, 3))
+    assert errors([after[1]], [expected[1]])[0] < 1e-3
+
+
 @pytest.fixture
 def no_waiting():
     """A function that makes every synchronisation that torch knows of an error, from its call on."""
