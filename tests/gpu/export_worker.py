@@ -52,6 +52,12 @@ def run(fields, path, groups, te):
                 assert count == (len(state) if mine else 0)
         held = dict(export(plan, bucket_bytes=30_000))  # a caller may keep them all
         assert all(torch.equal(tensor.cpu(), state[name]) for name, tensor in held.items())
+        late = {}
+        for name, tensor in export(plan, bucket_bytes=30_000):  # the host runs ahead of a slow caller
+            torch.cuda._sleep(200_000)
+            late[name] = tensor.clone()
+            del tensor  # its memory is used again, but not before that
+        assert all(torch.equal(tensor.cpu(), state[name]) for name, tensor in late.items())
         everything = []
         for entry in plan.entries:
             index = torch.arange(entry.tensor.numel(), device="cuda")
