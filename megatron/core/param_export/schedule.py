@@ -28,7 +28,7 @@ class Run:
     """Local tensors of a rank, one behind another in bytes.
 
     ``places``: (number among the kind's entries, byte offset) each. ``fill``, on the ranks that pack it: per
-    type its tensors, and the elements up to the first one, of it, up to the second, of it, ..., of the rest.
+    type its tensors, and the run cut into a gap, a tensor, a gap, a tensor, ..., a gap, in elements.
     """
 
     nbytes: int = 0
