@@ -445,6 +445,10 @@ def misuse(fields):
             ValueError, match=r"output_layer.weight: values are torch.float64, the parameter is"
         ):
             next(export_changed(plan, [(weight, torch.tensor([1]), torch.zeros(1, dtype=torch.float64))]))
+        for index in (torch.tensor([1]), torch.tensor([1, 2]).int(), torch.ones(2, dtype=torch.bool)):
+            message = r"output_layer.weight: expected int64 indices \[n\] for n = 2 values, got torch"
+            with pytest.raises(ValueError, match=message):
+                next(export_changed(plan, [(weight, index, torch.zeros(2))]))
         with pytest.raises(ValueError, match=r"lm_head.weight: shape \(1,\), expected \(53, 36\)"):
             load(plan, lambda name: torch.zeros(1 if name == "lm_head.weight" else plan.expected[name]))
         assert plan.is_current()

@@ -44,7 +44,8 @@ def export_changed(
         they must run the iterator to its end too.
 
     Raises:
-        ValueError: the plan is not proven, or values have another dtype than their parameter.
+        ValueError: the plan is not proven, values have another dtype than their parameter, or the indices are
+            not int64, one for each value.
         StalePlanError: the model's tensors were replaced since the plan was built; on every rank alike.
         KeyError: a tensor is not in the plan.
     """
@@ -74,6 +75,11 @@ class ChangedElements:
             if value is not None and value.dtype != tensor.dtype:
                 raise ValueError(
                     f"{entry.global_name}: values are {value.dtype}, the parameter is {tensor.dtype}"
+                )
+            if index is not None and (index.dtype != torch.int64 or index.shape != (value.numel(),)):
+                raise ValueError(
+                    f"{entry.global_name}: expected int64 indices [n] for n = {value.numel()} values, "
+                    f"got {index.dtype} {list(index.shape)}"
                 )
             if not (entry.record.sharer if sharded else entry.owner):
                 continue
