@@ -205,7 +205,7 @@ def measure(hf):
             written += rows * part.row.nbytes + part.whole.nbytes
             if rows > 1:
                 gathered += rows * part.row.nbytes
-        written += sum(plan.nbytes(tensor.name) for tensor in step.tensors if not tensor.run)
+        written += step.built
     figures |= dict(writes=written / total, gathered=gathered, limit=gathered / 2 / 450e9)
 
     def bare():

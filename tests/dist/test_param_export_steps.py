@@ -1,5 +1,6 @@
 """How an export overlaps its steps, what memory that takes, and what is cached between exports."""
 
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -160,3 +161,101 @@ def test_a_later_export_reads_the_memory_that_parameters_have_by_then(world, lay
     case, groups = LAYOUTS[layout]
     fields, path, _, _ = reference(case)
     assert world(2, other_storage, groups, fields, path) == [True, True]
+
+
+def emptied(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+CHANGES = {
+    "converted": lambda tensor: setattr(tensor, "data", tensor.data.half()),
+    "reshaped": lambda tensor: setattr(tensor, "data", tensor.data.t().contiguous()),
+    "offloaded": lambda tensor: setattr(tensor, "data", torch.empty(0)),
+    "emptied": emptied,
+}
+
+
+def changed_after_planning(how, fields, path):
+    """On one of two ranks, one tensor is no longer what the plan knows."""
+    import torch.distributed as dist
+
+    from megatron.core.param_export import StalePlanError, export
+
+    with parallel(tp=2):
+        chunks, plan, _ = proven(fields, path)
+        if dist.get_rank() == 1:
+            CHANGES[how](chunks[0].decoder.layers[1].mlp.linear_fc1.weight)
+            assert not plan.is_current()
+        with pytest.raises(StalePlanError) as error:
+            next(export(plan))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_tensors_that_were_converted_or_emptied_are_refused(world, how):
+    fields, path, _, _ = reference("qwen3")
+    text = "the model's tensors were replaced, converted or emptied on rank 1: build a new plan"
+    assert world(2, changed_after_planning, how, fields, path) == [text] * 2
+
+
+def read_fails(how, fields, path):
+    """One rank cannot read one parameter: every rank is told, at the end."""
+    import torch.distributed as dist
+
+    from megatron.core.param_export import export
+
+    with parallel(tp=2):
+        chunks, plan, state = proven(fields, path)
+        bad = chunks[0].decoder.layers[1].mlp.linear_fc1.weight
+
+        def read(tensor):
+            if tensor is bad and dist.get_rank() == 1:
+                if how == "raises":
+                    raise OSError("no backup")
+                return tensor.double() if how == "dtype" else tensor[:1]
+            return tensor
+
+        told, count = None, 0
+        try:
+            for _ in export(plan, read=read, bucket_bytes=30_000):
+                count += 1
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        again = dict(export(plan, read=lambda tensor: tensor))
+        assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+        return told, count
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("raises", "OSError: no backup"),
+        ("dtype", r"ValueError: read: expected torch.float32 \[\d+, 36\] for .*linear_fc1.weight, got torch"),
+        ("size", r"ValueError: read: expected torch.float32 \[\d+, 36\] for .*, got torch.float32 \[1, 36\]"),
+    ],
+)
+def test_what_one_rank_cannot_read_all_are_told(world, how, cause):
+    fields, path, _, _ = reference("qwen3")
+    (first, count), (second, _) = world(2, read_fails, how, fields, path)
+    assert first == "RuntimeError: the values could not be read on rank 1: what was handed out is wrong"
+    assert re.match(cause, second) and count > 50  # to the end
+
+
+def arguments(fields, path):
+    from megatron.core.param_export import export
+
+    with parallel():
+        chunks, plan, state = proven(fields, path)
+        for wrong, kind in ((chunks, "list"), (chunks[0], "GPTModel")):
+            with pytest.raises(TypeError, match=f"plan: expected what build_plan returns, got {kind}"):
+                export(wrong)
+        for size in ("512MB", None, True, 0):
+            with pytest.raises(ValueError, match="bucket_bytes: expected a positive number of bytes, got"):
+                export(plan, bucket_bytes=size)
+        some = sorted(state)[3:5]
+        assert sorted(name for name, _ in export(plan, names=(name for name in some))) == some
+
+
+def test_arguments(world):
+    fields, path, _, _ = reference("qwen3")
+    world(1, arguments, fields, path)

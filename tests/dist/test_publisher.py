@@ -382,7 +382,7 @@ def failing(groups):
         told = []
         faults = [
             (0, Update, "add_dense", MemoryError("encode"), 2),
-            (0, exporter, "_assemble", MemoryError("assemble"), 0),
+            (0, exporter._Export, "put_together", MemoryError("assemble"), 0),
             (0, Update, "finish", RuntimeError("finish"), 0),
             (0, transport, "deliver", ConnectionError("deliver"), 0),
             (1, trainer.publisher, "_share", RuntimeError("read"), 0),
@@ -687,5 +687,5 @@ def stale():
 
 
 def test_a_stale_plan_is_refused_on_every_rank(world):
-    told = ["the model's tensors were replaced on rank 1: build a new plan"] * 4
+    told = ["the model's tensors were replaced, converted or emptied on rank 1: build a new plan"] * 4
     assert world(2, stale) == [told] * 2

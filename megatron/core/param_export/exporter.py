@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.param_export.plan import Plan
-from megatron.core.param_export.schedule import FullTensor, Part, Run, Schedule, Step, schedule
+from megatron.core.param_export.schedule import Part, Place, Run, Schedule, Step, schedule
 
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
 
@@ -50,11 +50,11 @@ def export(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full tensors under their Hugging Face names, in a fixed order. Collective.
 
-    Every rank of the plan must run the iterator to its end, on one CUDA stream; ranks that do not receive get
-    no items. Tensors travel in steps of at most half a bucket. Three are in memory at a time: one that was
-    handed out, and that the caller may still look at, one that is gathered and handed out, and one that is
-    packed meanwhile. With the tensors that had to be put together that is two buckets at most, and what the
-    caller keeps.
+    Every rank of the plan must pass the same arguments and run the iterator to its end, on one CUDA stream;
+    ranks that do not receive get no items. Tensors travel in steps of at most half a bucket. Three are in
+    memory at a time: one that was handed out, and that the caller may still look at, one that is gathered and
+    handed out, and one that is packed meanwhile. With the tensors that had to be put together that is two
+    buckets at most, and what the caller keeps.
 
     Args:
         plan: a proven plan.
@@ -63,9 +63,10 @@ def export(
         bucket_bytes: half of the extra memory. A tensor of more than half of this travels alone, and three
             such may be in memory at a time.
         to_host: hand the tensors out in pinned host memory instead of on the parameters' device.
-        read: gives the current values of a live parameter or buffer, on any device; for parameters whose own
-            memory is released for the moment (``compat.memory_saver_backups()``). Default: the tensor itself.
-        names: only these full tensors, the same ones on every rank. Default: all.
+        read: gives the current values of a live parameter or buffer, on any device, in its dtype; for
+            parameters whose own memory is released for the moment (``compat.memory_saver_backups()``).
+            Default: the tensor itself. Given on every rank or on none.
+        names: only these full tensors. Default: all.
         current: every rank has just called ``plan.require_current()``; it is not asked again.
 
     Yields:
@@ -75,20 +76,26 @@ def export(
     Raises:
         ValueError: the plan is not proven, a receiver is not one of its ranks, the bucket size is not
             positive, or a name is not one of the model's.
-        StalePlanError: when the iteration begins, on every rank: the model's tensors were replaced since the
-            plan was built.
+        TypeError: ``plan`` is something else, for instance the model.
+        StalePlanError: when the iteration begins, on every rank: the model's tensors were replaced, converted
+            or emptied since the plan was built.
+        RuntimeError: at the end, on the ranks that could read: ``read`` failed on others, which raise its
+            error.
 
     An error while tensors are put together on a receiving rank is raised when the collectives are over, so
     that no other rank waits for them.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected what build_plan returns, got {type(plan).__name__}")
     plan.require_proof()
-    if not bucket_bytes > 0:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | float) or not bucket_bytes > 0:
         raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes!r}")
-    unknown = sorted(set(names or ()) - plan.expected.keys())
-    if unknown:
-        raise ValueError(f"names: {len(unknown)} are not tensors of this model: {unknown[:10]}")
+    if names is not None:
+        names = set(names)
+        if unknown := sorted(names - plan.expected.keys()):
+            raise ValueError(f"names: {len(unknown)} are not tensors of this model: {unknown[:10]}")
     steps = schedule(plan, receiving_ranks(plan, receivers), bucket_bytes // 2, names)
-    return _Export(plan, steps, to_host, read or (lambda tensor: tensor)).run(current)
+    return _Export(plan, steps, to_host, read).run(current)
 
 
 @dataclass
@@ -108,6 +115,7 @@ class _Export:
 
     def __init__(self, plan: Plan, schedule: Schedule, to_host: bool, read):
         self.plan, self.schedule, self.to_host, self.read = plan, schedule, to_host, read
+        self.failed: Exception | None = None
         self.device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         groups = plan.process_groups
@@ -116,25 +124,27 @@ class _Export:
 
     def run(self, current: bool) -> Iterator[tuple[str, torch.Tensor]]:
         if not current:
-            self.plan.require_current()
-        ahead = failed = None
+            self.plan.require_current(held=self.read is None)
+        ahead = None
         try:
             for step in [*self.schedule.steps, None]:
                 # Before the one ahead is waited for, so that it is packed while that one is gathered.
                 started = None if step is None else self.start(step)
                 if ahead is not None:
                     self.wait(ahead)
-                    if self.schedule.receives and failed is None:
+                    if self.schedule.receives and self.failed is None:
                         try:
                             yield from self.hand_out(ahead)
                         except Exception as error:
-                            failed = error
+                            self.failed = error
                 ahead = started
         finally:  # also for a caller who does not go on: memory is free again only when it is packed
             if self.side is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self.side)
-        if failed is not None:
-            raise failed
+        if self.read is not None:
+            self.agree_on_reading()
+        if self.failed is not None:
+            raise self.failed
 
     # Gathering.
 
@@ -144,12 +154,15 @@ class _Export:
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side):
-            works = [
-                work
+            parts = [
+                (part, *self.runs(part, bytes_))
                 for part, bytes_ in zip(step.parts, held, strict=True)
                 if bytes_ is not None
-                for work in self.start_part(part, bytes_)
             ]
+            self.pack(
+                [pair for part, _, row, whole in parts for pair in ((part.row, row), (part.whole, whole))]
+            )
+            works = [work for part in parts for work in self.pass_on_and_gather(*part)]
             return _Started(step, held, works, None if self.side is None else self.side.record_event())
 
     def memory(self, part: Part) -> torch.Tensor | None:
@@ -160,25 +173,57 @@ class _Export:
         rows = len(self.plan.position.gather[part.kind])
         return torch.empty(rows * part.row.nbytes + part.whole.nbytes, dtype=torch.uint8, device=self.device)
 
-    def start_part(self, part: Part, bytes_: torch.Tensor) -> Iterator[dist.Work]:
+    def runs(self, part: Part, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The bytes of all rows, of the row that is this rank's, and of the whole tensors."""
         peers = self.plan.position.gather[part.kind]
-        gathered, whole = bytes_.split([len(peers) * part.row.nbytes, part.whole.nbytes])
-        row = gathered.view(len(peers), -1)[peers.index(self.plan.rank)]
+        rows, whole = held.split([len(peers) * part.row.nbytes, part.whole.nbytes])
+        return rows, rows.view(len(peers), -1)[peers.index(self.plan.rank)], whole
+
+    @torch.no_grad()
+    def pack(self, runs: list[tuple[Run, torch.Tensor]]) -> None:
+        """Copy local tensors to their places, in one operation."""
+        to: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for run, place in runs:
+            for dtype, tensors, cuts in run.fill:
+                to += place.view(dtype).split_with_sizes(cuts)[1::2]
+                values += tensors if self.read is None else map(self.values, tensors)
+        if to:
+            torch._foreach_copy_(to, [value.reshape(-1) for value in values])
+
+    def pass_on_and_gather(self, part: Part, rows, row, whole) -> Iterator[dist.Work]:
         for run, place in ((part.row, row), (part.whole, whole)):
-            self.pack(run, place)
             if run.nbytes:
                 self.pass_on(place, part.stage, self.schedule.needed_by[part.kind])
-        if len(peers) > 1 and self.schedule.gathers[part.kind] and part.row.nbytes:
+        if rows.numel() > row.numel() and self.schedule.gathers[part.kind]:
             group = self.groups[part.kind]
             # in place under NCCL: the row is already where it belongs
             given = row if dist.get_backend(group) == "nccl" else row.clone()
-            yield dist.all_gather_into_tensor(gathered, given, group=group, async_op=True)
+            yield dist.all_gather_into_tensor(rows, given, group=group, async_op=True)
 
-    @torch.no_grad()
-    def pack(self, run: Run, place: torch.Tensor) -> None:
-        for dtype, tensors, cuts in run.fill:
-            to = place.view(dtype).split_with_sizes(cuts)[1::2]
-            torch._foreach_copy_(to, [self.read(tensor).reshape(-1) for tensor in tensors])
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``read`` gives for a tensor; or if that is of no use, anything, and the error is for later."""
+        try:
+            found = self.read(tensor)
+            if (found.dtype, found.numel()) == (tensor.dtype, tensor.numel()):
+                return found
+            got = f"{found.dtype} {list(found.shape)}"
+            name, wanted = self.plan.entry_of(tensor).name, f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"read: expected {wanted} for {name}, got {got}")
+        except Exception as error:
+            self.failed = self.failed or error
+            return torch.empty_like(tensor)
+
+    def agree_on_reading(self) -> None:
+        """Others have handed out what this rank could not read: all of them must know."""
+        failed = [0] * self.plan.ranks
+        failed[self.plan.rank] = int(self.failed is not None)
+        flags = torch.tensor(failed, device=self.device)
+        if self.plan.ranks > 1:
+            dist.all_reduce(flags, group=self.plan.group)
+        ranks = ", ".join(str(rank) for rank, flag in enumerate(flags.tolist()) if flag)
+        if ranks and self.failed is None:
+            raise RuntimeError(f"the values could not be read on rank {ranks}: what was handed out is wrong")
 
     def pass_on(self, run: torch.Tensor, stage: int, stages: tuple[int, ...]) -> None:
         """Send a row from the owning stage to the ranks at its place in the stages that need it."""
@@ -204,33 +249,39 @@ class _Export:
     # Handing out.
 
     def hand_out(self, started: _Started) -> Iterator[tuple[str, torch.Tensor]]:
-        step = started.step
-        views = [started.held[part].view(dtype) for part, dtype in step.views]
+        tensors = self.put_together(started)
         if self.to_host and self.side is not None:
-            yield from self.on_host(step, views)
-            return
-        for tensor in step.tensors:
-            yield tensor.name, _assemble(tensor, views)
+            tensors = self.on_host(tensors)
+        yield from zip(started.step.names, tensors, strict=True)
 
-    def on_host(self, step: Step, views: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        out = []
-        for tensor in step.tensors:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.copy_(_assemble(tensor, views), non_blocking=True)
-            out.append((tensor.name, host))
+    def put_together(self, started: _Started) -> list[torch.Tensor]:
+        """The step's tensors: views of the gathered bytes, or of memory into which all copies go at once."""
+        step, buffers = started.step, [*started.held]
+        if step.built:
+            buffers.append(torch.empty(step.built, dtype=torch.uint8, device=self.device))
+        views = [buffers[buffer].view(dtype) for buffer, dtype in step.views]
+        started.held.clear()  # what no tensor is a view of is free
+
+        def at(place: Place) -> torch.Tensor:
+            return views[place.view].as_strided(place.size, place.stride, place.offset)
+
+        if step.copies:
+            here, there = zip(*((at(a), at(b)) for a, b in step.copies), strict=True)
+            torch._foreach_copy_(there, here)
+        out: dict[int, torch.Tensor] = {}
+        for group in step.groups:
+            tensor = at(group.place)
+            out.update(
+                zip(group.members, tensor.unbind() if len(group.members) > 1 else [tensor], strict=True)
+            )
+        return [out[member] for member in range(len(out))]
+
+    def on_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for host, tensor in zip(out, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
-        yield from out
-
-
-def _assemble(tensor: FullTensor, views: list[torch.Tensor]) -> torch.Tensor:
-    if tensor.run is not None:
-        view, start = tensor.run
-        return views[view].as_strided(tensor.shape, tensor.stride, start)
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=views[tensor.sources[0].view].device)
-    for source in tensor.sources:
-        local = views[source.view][source.offset : source.offset + source.size]
-        source.box.copy_to_full(local, full.view(-1).view(source.unit))
-    return full
+        return out
 
 
 @torch.no_grad()

@@ -38,13 +38,16 @@ class LayoutError(ValueError):
 
 
 class StalePlanError(ValueError):
-    """The model's tensors were replaced since the plan was built; raised with the same text on every rank."""
+    """The model's tensors were replaced, converted or emptied since the plan was built; raised with the same
+    text on every rank."""
 
     @classmethod
     def on(cls, stale: Sequence[int]) -> StalePlanError:
         """The error for flags by rank."""
         ranks = ", ".join(str(rank) for rank, flag in enumerate(stale) if flag)
-        return cls(f"the model's tensors were replaced on rank {ranks}: build a new plan")
+        return cls(
+            f"the model's tensors were replaced, converted or emptied on rank {ranks}: build a new plan"
+        )
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class Plan:
         for number, chunk in enumerate(chunks):
             problems += [f"chunk {number}: {problem}" for problem in self._read(number, chunk)]
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
+        self._as_read = [(entry.tensor, entry.tensor.dtype, entry.tensor.shape) for entry in self.entries]
         entries = tuple(entry.record for entry in self.entries)
         content = Content(tuple(problems), self._shapes, self.expected, entries)
         self.members: list[Member] = exchange(self.position, content, group)
@@ -321,18 +325,27 @@ class Plan:
             raise KeyError(f"a tensor of shape {list(tensor.shape)} is not in this plan")
         return entry
 
-    def is_current(self) -> bool:
-        """Whether the model still holds the very tensors that the plan was built from."""
-        return set().union(*map(tensor_ids, self.models)) == self._by_tensor.keys()
+    def is_current(self, held: bool = True) -> bool:
+        """Whether the model still holds the very tensors that the plan was built from; with ``held`` also
+        whether they have the type, the shape and memory that they had."""
+        if set().union(*map(tensor_ids, self.models)) != self._by_tensor.keys():
+            return False
+        return not held or all(
+            tensor.dtype is dtype and tensor.shape == shape and not _is_emptied(tensor)
+            for tensor, dtype, shape in self._as_read
+        )
 
-    def require_current(self) -> None:
+    def require_current(self, held: bool = True) -> None:
         """Refuse to export tensors that the model no longer uses. Collective; one small reduction.
+
+        Args:
+            held: as of ``is_current``.
 
         Raises:
             StalePlanError: on every rank alike, if any rank's model holds other tensors than its plan.
         """
         stale = [0] * self.ranks
-        stale[self.rank] = int(not self.is_current())
+        stale[self.rank] = int(not self.is_current(held))
         if self.ranks > 1:
             device = self.entries[0].tensor.device if self.entries else "cpu"
             flags = torch.tensor(stale, device=device)
@@ -381,3 +394,9 @@ def _local(box: Box) -> Affine:
 def _rank(groups, name: str) -> int:
     group = getattr(groups, name, None) if groups is not None else None
     return group.rank() if group is not None else 0
+
+
+def _is_emptied(tensor: torch.Tensor) -> bool:
+    """Whether its memory was given up, as by ``untyped_storage().resize_(0)``."""
+    plain = type(tensor) in (torch.nn.Parameter, torch.Tensor)
+    return plain and tensor.data_ptr() == 0 and tensor.numel() > 0 and tensor.device.type != "meta"

@@ -66,42 +66,42 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A box of a full tensor, and where its shard lies in a view of the step.
-
-    The box counts units of ``unit``, an integer type as wide as whole runs of elements allow: elements are
-    only moved, and wide ones move faster. ``offset`` and ``size`` of the shard count the same units.
-    """
+class Place:
+    """Some elements of a view of the step: sizes, strides and offset, as of ``as_strided``."""
 
     view: int
-    unit: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
-    size: int
-    box: Box
 
 
 @dataclass(frozen=True)
-class FullTensor:
-    """A tensor to hand out, contiguous. ``run``: (view, element offset) where the gathered bytes hold it as
-    it is; then it has no sources.
+class Group:
+    """Full tensors of one shape at equal distances: ``members`` are their numbers in the step. ``place`` is
+    that of one, or has a dimension more for several.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    sources: tuple[Source, ...]
-    run: tuple[int, int] | None
+    place: Place
+    members: tuple[int, ...]
 
 
 @dataclass
 class Step:
-    """Tensors that travel together. ``views``: (part, type), the gathered bytes as elements."""
+    """Tensors that travel together, by ``names`` in the order in which they are handed out.
+
+    The gathered bytes hold some of them as they are. The others are put together in memory of ``built`` bytes
+    by ``copies``, (from, to) each, which count units of an integer type as wide as whole runs of elements
+    allow: elements are only moved, and wide ones move faster. ``views`` are (buffer, type): the bytes of a
+    part, or after those of the last part what is built, as elements.
+    """
 
     parts: list[Part]
-    views: list[tuple[int, torch.dtype]]
-    tensors: list[FullTensor]
-    nbytes: int
+    names: list[str] = field(default_factory=list)
+    views: list[tuple[int, torch.dtype]] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    copies: list[tuple[Place, Place]] = field(default_factory=list)
+    built: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -240,29 +240,90 @@ class _Scheduler:
                 for box in entry.boxes:
                     place = numbers[id(part)], start, entry.nbytes, box
                     where.setdefault(box.full_name, []).append(place)
-        views: dict[tuple[int, torch.dtype], int] = {}
-        tensors = [self.full_tensor(name, where[name], views) for _, names, _ in units for name in names]
-        return Step(list(parts.values()), list(views), tensors, sum(size for _, _, size in units))
+        step = _StepBuilder(list(parts.values()))
+        for _, names, nbytes in units:
+            step.nbytes += nbytes
+            for name in names:
+                step.add(name, self.plan.expected[name], self.plan.dtype(name), where[name])
+        return step.done()
 
-    def full_tensor(self, name: str, places: list[tuple[int, int, int, Box]], views) -> FullTensor:
-        """``views`` of the step grow by what this tensor needs."""
-        shape, dtype = self.plan.expected[name], self.plan.dtype(name)
+
+class _StepBuilder:
+    """Finds out where each full tensor of a step lies, or what puts it together."""
+
+    def __init__(self, parts: list[Part]):
+        self.step = Step(parts)
+        self.nbytes = 0
+        self.views: dict[tuple[int, torch.dtype], int] = {}
+        self.places: list[Place] = []  # of each tensor
+        self.boxes: dict[tuple, list[tuple[int, int]]] = {}  # to copy, by what is alike: offsets from and to
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: list) -> None:
+        """``boxes``: (part, byte where the shard starts, bytes of the shard, box) each."""
+        step, itemsize = self.step, dtype.itemsize
         stride = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
         # Where the tensor's first element would lie, were all of it laid out like this box.
         begins = {
-            (part, start // dtype.itemsize + box.local_offset - box.full_offset)
-            for part, start, _, box in places
+            (part, start // itemsize + box.local_offset - box.full_offset) for part, start, _, box in boxes
         }
-        if len(begins) == 1 and all(box.local_stride == box.full_stride for *_, box in places):
-            part, begin = begins.pop()
-            return FullTensor(name, shape, stride, dtype, (), (_view(views, part, dtype), begin))
-        numel = math.prod(shape)
-        sources = tuple(_source(views, *place, dtype.itemsize, numel) for place in places)
-        return FullTensor(name, shape, stride, dtype, sources, None)
+        if len(begins) == 1 and all(box.local_stride == box.full_stride for *_, box in boxes):
+            [(buffer, begin)] = begins
+        else:
+            buffer, begin = len(step.parts), step.built // itemsize
+            numel = math.prod(shape)
+            for part, start, nbytes, box in boxes:
+                unit, wide = _widest(box, nbytes // itemsize, numel, itemsize)
+                here, there = (self.view(number, unit) for number in (part, buffer))
+                offsets = (
+                    start // unit.itemsize + wide.local_offset,
+                    step.built // unit.itemsize + wide.full_offset,
+                )
+                alike = here, there, wide.size, wide.local_stride, wide.full_stride
+                self.boxes.setdefault(alike, []).append(offsets)
+            step.built += _aligned(numel * itemsize)
+        step.names.append(name)
+        self.places.append(Place(self.view(buffer, dtype), shape, stride, begin))
+
+    def view(self, buffer: int, dtype: torch.dtype) -> int:
+        return self.views.setdefault((buffer, dtype), len(self.views))
+
+    def done(self) -> Step:
+        step = self.step
+        step.nbytes, step.views = self.nbytes, list(self.views)
+        for (here, there, size, *strides), offsets in self.boxes.items():
+            for run in _equal_distances(sorted(offsets)):
+                size_, (local, full) = size, strides
+                if len(run) > 1:
+                    (from_, to), (next_from, next_to) = run[:2]
+                    size_ = len(run), *size
+                    local, full = (next_from - from_, *local), (next_to - to, *full)
+                step.copies.append(
+                    (Place(here, size_, local, run[0][0]), Place(there, size_, full, run[0][1]))
+                )
+        alike: dict[tuple, list[tuple[int, int]]] = {}
+        for member, place in enumerate(self.places):
+            alike.setdefault((place.view, place.size, place.stride), []).append((place.offset, member))
+        for (view, size, stride), members in alike.items():
+            for run in _equal_distances(sorted(members), 1):
+                place = Place(view, size, stride, run[0][0])
+                if len(run) > 1:
+                    place = Place(view, (len(run), *size), (run[1][0] - run[0][0], *stride), run[0][0])
+                step.groups.append(Group(place, tuple(member for _, member in run)))
+        return step
 
 
-def _view(views: dict[tuple[int, torch.dtype], int], part: int, dtype: torch.dtype) -> int:
-    return views.setdefault((part, dtype), len(views))
+def _equal_distances(rows: list[tuple[int, ...]], columns: int | None = None) -> list[list[tuple[int, ...]]]:
+    """Cut where the differences between neighbours, in the first ``columns``, change or are negative."""
+    out: list[list[tuple[int, ...]]] = []
+    distance: list[int] = []
+    for row in rows:
+        between = [b - a for a, b in zip(out[-1][-1], row, strict=True)][:columns] if out else [-1]
+        if min(between) >= 0 and (len(out[-1]) == 1 or between == distance):
+            out[-1].append(row)
+            distance = between
+        else:
+            out.append([row])
+    return out
 
 
 def _aligned(nbytes: int) -> int:
@@ -272,26 +333,22 @@ def _aligned(nbytes: int) -> int:
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def _source(views, part: int, start: int, nbytes: int, box: Box, itemsize: int, numel: int) -> Source:
-    """A box in the widest units that its runs of elements, its strides and both tensors are made of."""
+def _widest(box: Box, local: int, full: int, itemsize: int) -> tuple[torch.dtype, Box]:
+    """A type, and the box in its units: the widest that the runs of elements, the strides, and both tensors
+    (``local`` and ``full`` elements) are made of."""
     inner = [k for k in range(len(box.size)) if box.local_stride[k] == box.full_stride[k] == 1]
-    unit = itemsize
-    if inner:
-        (k,) = inner[:1]
-        others = [
-            s for j in range(len(box.size)) if j != k for s in (box.local_stride[j], box.full_stride[j])
-        ]
-        run = math.gcd(box.size[k], box.local_offset, box.full_offset, numel, nbytes // itemsize, *others)
-        unit = math.gcd(run * itemsize, 8)
+    if not inner:
+        return _UNITS[itemsize], box
+    (k,) = inner[:1]
+    others = [s for j in range(len(box.size)) if j != k for s in (box.local_stride[j], box.full_stride[j])]
+    run = math.gcd(box.size[k], box.local_offset, box.full_offset, full, local, *others)
+    unit = math.gcd(run * itemsize, 8)
     wide = unit // itemsize
-    if wide > 1:
-        box = Box(
-            box.full_name,
-            tuple(n // wide if j == k else n for j, n in enumerate(box.size)),
-            box.local_offset // wide,
-            tuple(1 if j == k else s // wide for j, s in enumerate(box.local_stride)),
-            box.full_offset // wide,
-            tuple(1 if j == k else s // wide for j, s in enumerate(box.full_stride)),
-        )
-    view = _view(views, part, _UNITS[unit])
-    return Source(view, _UNITS[unit], start // unit, nbytes // unit, box)
+    return _UNITS[unit], Box(
+        box.full_name,
+        tuple(n // wide if j == k else n for j, n in enumerate(box.size)),
+        box.local_offset // wide,
+        tuple(1 if j == k else s // wide for j, s in enumerate(box.local_stride)),
+        box.full_offset // wide,
+        tuple(1 if j == k else s // wide for j, s in enumerate(box.full_stride)),
+    )
