@@ -422,7 +422,7 @@ def test_broken_experts_are_refused(world, how, message):
 
 
 def misuse(fields):
-    from megatron.core.param_export import build_plan, export, export_changed, load
+    from megatron.core.param_export import StalePlanError, build_plan, export, export_changed, load
     from tests.dist import export_models
 
     hf = SimpleNamespace(**fields)
@@ -459,6 +459,8 @@ def misuse(fields):
         assert plan.is_current()
         chunks[0].output_layer.weight = torch.nn.Parameter(weight.detach().clone())
         assert not plan.is_current()
+        with pytest.raises(StalePlanError, match=r"^the model's tensors were replaced, converted or emptied on rank 0: build"):
+            load(plan, plan.expected.__getitem__)
     return told
 
 

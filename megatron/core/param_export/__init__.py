@@ -6,7 +6,10 @@
         ...
     for name, index, value in export_changed(plan, changed):   # only what changed
         ...
-    load(plan, state_dict)                         # the other way: full tensors into the shards
+    load(plan, tensors)                            # the other way: full tensors into the shards
+
+Names are those of Hugging Face checkpoint files, in all directions. ``hf_model.state_dict()`` has the same,
+but for routed experts: transformers 5 fuses them in memory and splits them in files.
 
 Who receives, where, and from what:
 
@@ -25,7 +28,8 @@ today, `publisher.Publisher` joins a plan, a sparse diff and a weight-sync sende
 """
 
 from megatron.core.param_export.changed import export_changed
-from megatron.core.param_export.exporter import export, load
+from megatron.core.param_export.exporter import export
+from megatron.core.param_export.loader import load
 from megatron.core.param_export.plan import LayoutError, Plan, StalePlanError, build_plan
 
 __all__ = ["LayoutError", "Plan", "StalePlanError", "build_plan", "export", "export_changed", "load"]

@@ -113,7 +113,7 @@ class ChangedElements:
         batches = _Batches(self.plan)
         for entry in self._whole:
             if not all(box.full_name in skip for box in entry.boxes):
-                flat = entry.tensor.detach().view(-1)
+                flat = entry.contiguous().view(-1)
                 for start in range(0, len(flat), BATCH):
                     value = flat[start : start + BATCH]
                     index = torch.arange(start, start + len(value), device=flat.device)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron.core.param_export.exporter import DEFAULT_BUCKET_BYTES, export, load
+from megatron.core.param_export.exporter import DEFAULT_BUCKET_BYTES, export
+from megatron.core.param_export.loader import load
 from megatron.core.param_export.plan import Plan
 
 INDEX = "model.safetensors.index.json"

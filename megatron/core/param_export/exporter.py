@@ -1,8 +1,8 @@
-"""Exporting full Hugging Face tensors, and loading them."""
+"""Exporting full Hugging Face tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -282,34 +282,3 @@ class _Export:
             host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
         return out
-
-
-@torch.no_grad()
-def load(plan: Plan, source: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]) -> None:
-    """Write Hugging Face tensors into the local parameters: the inverse of :func:`export`. Not collective.
-
-    Replicas, tied copies and padding are written too; padded vocabulary rows become zero.
-
-    Args:
-        plan: a plan of the model, proven.
-        source: a mapping, or a function, from a Hugging Face name to the full tensor.
-
-    Raises:
-        ValueError: a tensor has another shape than the configuration says; nothing of it was written.
-    """
-    plan.require_proof()
-    get = source if callable(source) else source.__getitem__
-    writers: dict[str, list] = {}
-    for entry in plan.entries:
-        for box in entry.boxes:
-            writers.setdefault(box.full_name, []).append((entry.tensor, box))
-        for offset, size, stride in entry.cut:
-            flat = entry.tensor.detach().view(-1)
-            flat.as_strided(size, stride, flat.storage_offset() + offset).zero_()
-    for name, targets in writers.items():
-        full = get(name)
-        if tuple(full.shape) != plan.expected[name]:
-            raise ValueError(f"{name}: shape {tuple(full.shape)}, expected {plan.expected[name]}")
-        full = full.to(targets[0][0].device).contiguous().view(-1)
-        for tensor, box in targets:
-            box.copy_to_local(full, tensor.detach().view(-1))

@@ -80,6 +80,11 @@ class PlanEntry:
     def boxes(self) -> tuple[Box, ...]:
         return self.record.boxes
 
+    def contiguous(self) -> torch.Tensor:
+        """Its elements in the order that boxes count them: the tensor itself, or a copy of one in another."""
+        data = self.tensor.detach()
+        return data.contiguous() if type(data) is torch.Tensor else data
+
 
 def build_plan(
     model: torch.nn.Module | Sequence[torch.nn.Module], hf_config, group: dist.ProcessGroup | None = None

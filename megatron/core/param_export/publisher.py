@@ -276,7 +276,7 @@ class Publisher:
 
     def _share(self) -> dict[str, int]:
         owned = [entry for entry in self.plan.entries if entry.owner]
-        return fingerprint_boxes((entry.tensor.detach(), entry.boxes) for entry in owned)
+        return fingerprint_boxes((entry.contiguous(), entry.boxes) for entry in owned)
 
     # ---- sending -------------------------------------------------------------------------------------------
 
