@@ -118,7 +118,7 @@ def another_memory_order(groups, fields, path):
         plan = build_plan(chunks, hf).prove()
         load(plan, state)
         assert all(torch.equal(tensor, state[name]) for name, tensor in export(plan))
-        assert sum(int((entry.tensor == 0).sum()) for entry in plan.entries) >= 19 * 36 // 2  # padded rows
+        assert not any(entry.tensor.isnan().any() for entry in plan.entries)  # padded rows are written too
         for index in (None, torch.arange):
             given = []
             for entry in plan.entries:

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from megatron.core.param_export.agreement import agree
 from megatron.core.param_export.plan import Plan, PlanEntry
 
 BATCH = 2**24
@@ -44,20 +45,36 @@ def export_changed(
         they must run the iterator to its end too.
 
     Raises:
-        ValueError: the plan is not proven, values have another dtype than their parameter, or the indices are
-            not int64, one for each value.
-        StalePlanError: the model's tensors were replaced since the plan was built; on every rank alike.
+        ValueError: the plan is not proven; the receiver is no rank, or not the same everywhere; values have
+            another dtype than their parameter, or indices are not int64, one for each value and within it.
         KeyError: a tensor is not in the plan.
+        StalePlanError: the model's tensors were replaced since the plan was built.
+        RuntimeError: anything else that iterating over ``changed`` raised on another rank.
+
+    All but the first are raised on every rank, if on any.
     """
     plan.require_proof()
     plan.require_current()
-    yield from ChangedElements(plan, changed, sharded=sharded).collect(receiver)
+    elements = failed = None
+    try:
+        if isinstance(receiver, bool) or receiver not in range(plan.ranks):
+            raise ValueError(f"receiver: a rank of 0..{plan.ranks - 1}, got {receiver!r}")
+        elements = ChangedElements(plan, changed, sharded=sharded)
+    except Exception as error:
+        failed = error
+    told = _everyones(plan, torch.tensor([failed is not None, -1 if failed else receiver]))
+    if any(error for error, _ in told.tolist()):
+        agree(failed, plan.group)
+    receivers = told[:, 1].tolist()
+    if len(set(receivers)) > 1:
+        raise ValueError(f"receiver: the ranks say {receivers}")
+    yield from elements.collect(receiver)
 
 
 class ChangedElements:
     """This rank's changed elements, placed in full tensors and counted, before they travel.
 
-    Arguments as those of :func:`export_changed`; not collective.
+    Arguments and errors as those of :func:`export_changed`; not collective.
 
     Attributes:
         counts: full tensor → this rank's changed elements in it; names without any are absent.
@@ -202,8 +219,25 @@ def _map(plan: Plan, changes: list[tuple[PlanEntry, torch.Tensor, torch.Tensor]]
         values += [value for *_, value in some]
     position, order = torch.cat(positions).sort(stable=True)
     numbers, lengths, first, flat = _divide(plan, position, 0, len(plan.expected))
+    if first:
+        _require_inside(list(alike.values()))
     narrow = torch.int32 if plan.largest < 2**31 else torch.int64
     return _Run(numbers, lengths, flat.to(narrow), torch.cat(values)[order[first:]])
+
+
+def _require_inside(forms: list[list[tuple[PlanEntry, torch.Tensor, torch.Tensor]]]) -> None:
+    """Elements that go nowhere are padding, or none of the tensor's."""
+    flags = []
+    for some in forms:
+        index = torch.cat([index for _, index, _ in some])
+        flags.append(((index < 0) | (index >= some[0][0].record.numel)).any())
+    for some, flag in zip(forms, torch.stack(flags).tolist(), strict=True):
+        for entry, index, _ in some if flag else ():
+            outside = index[(index < 0) | (index >= entry.record.numel)]
+            if len(outside):
+                raise ValueError(
+                    f"{entry.global_name}: index {int(outside[0])} is not in [0, {entry.record.numel})"
+                )
 
 
 def _upload(rows: list[list[int]], device: torch.device) -> Iterator[torch.Tensor]:
@@ -225,6 +259,20 @@ def _divide(plan: Plan, position: torch.Tensor, low: int, high: int):
     return numbers, [length for length in lengths if length], first, flat
 
 
+def _device(plan: Plan) -> torch.device:
+    return plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
+
+
+def _everyones(plan: Plan, numbers: torch.Tensor) -> torch.Tensor:
+    """A few numbers of every rank, [ranks, *shape], on the plan's device. Collective."""
+    numbers = numbers.to(_device(plan))
+    if plan.ranks == 1:
+        return numbers[None]
+    everyone = [torch.empty_like(numbers) for _ in range(plan.ranks)]
+    dist.all_gather(everyone, numbers, group=plan.group)
+    return torch.stack(everyone)
+
+
 def _collect(plan: Plan, runs: list[_Run], receiver: int) -> dict[torch.dtype, list[_Run]]:
     """Every rank's runs, by the values' type, on the receiver. An element travels as its index (4 bytes, or
     8) and its value."""
@@ -234,17 +282,14 @@ def _collect(plan: Plan, runs: list[_Run], receiver: int) -> dict[torch.dtype, l
         mine[run.value.dtype].append(run)
     if plan.ranks == 1:
         return mine
-    device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
     sizes = torch.tensor(
         [
             [sum(len(run.numbers) for run in mine[dtype]), sum(len(run.flat) for run in mine[dtype])]
             for dtype in plan.dtypes
-        ],
-        device=device,
+        ]
     )
-    everyone = [torch.empty_like(sizes) for _ in range(plan.ranks)]
-    dist.all_gather(everyone, sizes, group=plan.group)
-    for rank, by_dtype in enumerate(torch.stack(everyone).tolist()):
+    device = _device(plan)
+    for rank, by_dtype in enumerate(_everyones(plan, sizes).tolist()):
         for dtype, (count, elements) in zip(plan.dtypes, by_dtype, strict=True):
             if not count:
                 continue

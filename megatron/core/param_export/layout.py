@@ -6,7 +6,7 @@ parameters, which at TP 1, for grouped experts and for duplicated layers do not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,16 @@ _COLUMN = {"ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnP
 _COLUMN |= {"TEColumnParallelGroupedLinear", "VocabParallelEmbedding"}
 _ROW = {"RowParallelLinear", "TERowParallelLinear", "TERowParallelGroupedLinear"}
 _WHOLE = {"TELinear", "Linear"}
-_WRAPPERS = ("DistributedDataParallel", "Float16Module")
+# wrapper → its attribute that is the model inside
+_WRAPPERS = {"DistributedDataParallel": "module", "Float16Module": "module", "OptimizedModule": "_orig_mod"}
+_FULLY_SHARDED = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
+COUNTED = {
+    "heads": "attention heads",
+    "groups": "key-value heads",
+    "head": "elements of a head",
+}
+"""Sizes of grouped-query attention, which shapes show only as products: the model's and the Hugging Face
+configuration must have them alike. Those of latent attention and experts all follow from shapes."""
 # Their kernels take gate and up rows in blocks, but whether the parameters are stored so depends on the
 # kernel.
 _INTERLEAVED = {"FusedSharedExpertMLP", "TEFusedMLPWithGroupedLinear"}
@@ -54,12 +63,44 @@ class Chunk:
     model: torch.nn.Module
     tensors: list[LocalTensor] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    counts: dict[tuple[str, int], str] = field(default_factory=dict)
+    """``(name of a size, value)`` → the first module with it; names are those of ``COUNTED``."""
+
+
+def model_chunks(model) -> list[torch.nn.Module]:
+    """The model's chunks as a list.
+
+    Raises:
+        TypeError: something else than GPTModels, in the wrappers that :func:`unwrap` knows.
+        ValueError: a model without process groups.
+    """
+    wrappers = ", ".join(_WRAPPERS)
+    expected = f"model: expected a GPTModel or its chunks, which may be in {wrappers}"
+    if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList):
+        chunks = [model]
+    elif isinstance(model, Iterable):
+        chunks = list(model)
+    else:
+        raise TypeError(f"{expected}; got {type(model).__name__}")
+    if not chunks:
+        raise TypeError(f"{expected}; got an empty {type(model).__name__}")
+    for chunk in chunks:
+        inner = unwrap(chunk)
+        kind = type(inner).__name__
+        if kind in _FULLY_SHARDED:
+            continue
+        is_model = isinstance(inner, torch.nn.Module) and "decoder" in inner._modules
+        if not (is_model and hasattr(inner, "config")):
+            raise TypeError(f"{expected}; got {kind}: if it is a wrapper, pass the model inside")
+        if getattr(inner, "pg_collection", None) is None:
+            raise ValueError(f"model: {kind} has no pg_collection, the process groups that it was built with")
+    return chunks
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel and Float16Module."""
+    """The model inside DistributedDataParallel, Float16Module and what ``torch.compile`` returns."""
     while type(chunk).__name__ in _WRAPPERS:
-        chunk = chunk.module
+        chunk = getattr(chunk, _WRAPPERS[type(chunk).__name__])
     return chunk
 
 
@@ -67,12 +108,11 @@ def read_chunk(chunk: torch.nn.Module) -> Chunk:
     """Read one chunk of a GPTModel. What has no rule is listed in ``problems``, by name."""
     model = unwrap(chunk)
     out = Chunk(model)
-    for kind in ("FullyShardedDataParallel", "TorchFullyShardedDataParallel"):
-        if type(model).__name__ == kind:
-            out.problems.append(
-                f"{kind} is not supported: its parameters are sharded by rows of a flat buffer"
-            )
-            return out
+    if type(model).__name__ in _FULLY_SHARDED:
+        out.problems.append(
+            f"{type(model).__name__} is not supported: its parameters are sharded by rows of a flat buffer"
+        )
+        return out
     config = model.config
     if getattr(config, "layernorm_zero_centered_gamma", False):
         out.problems.append(
@@ -93,7 +133,7 @@ def read_chunk(chunk: torch.nn.Module) -> Chunk:
             out.problems.append(f"{name}: no rule for this tensor ({type(_owner(model, name)).__name__})")
         elif not _is_plain(tensor.data):
             out.problems.append(f"{name}: storage of type {type(tensor.data).__name__} is not supported")
-    out.tensors = reader.found
+    out.tensors, out.counts = reader.found, reader.counts
     return out
 
 
@@ -154,6 +194,7 @@ class _Reader:
         self.model = model
         self.config = model.config
         self.found: list[LocalTensor] = []
+        self.counts: dict[tuple[str, int], str] = {}
 
     def add(
         self,
@@ -172,6 +213,10 @@ class _Reader:
         self.found.append(
             LocalTensor(path, path_everywhere, tensor, pieces, replicated, expert, duplicate, uniform)
         )
+
+    def count(self, path: str, **sizes: int) -> None:
+        for size in sizes.items():
+            self.counts.setdefault(size, path)
 
     def vector(self, path, global_path, module, role, place, replicated=True, kinds=("weight", "bias")):
         """Replicated vectors of a norm layer."""
@@ -313,6 +358,7 @@ class _Reader:
     def attention(self, path, full, module, place):
         config = module.config
         heads, groups = config.num_attention_heads, config.num_query_groups
+        self.count(full, heads=heads, groups=groups, head=config.kv_channels)
 
         def split(kind, rows, cols, rank, ranks):
             gated = bool(getattr(config, "attention_output_gate", False))

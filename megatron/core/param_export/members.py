@@ -103,7 +103,10 @@ def position(groups, plan_group=None) -> Position:
             return (me,)
         outside = [rank for rank in dist.get_process_group_ranks(group) if rank not in number]
         if outside:
-            raise ValueError(f"the {name} group has ranks outside of the plan's group: {outside}")
+            raise ValueError(
+                f"the {name} group has ranks outside of the plan's group: {outside}; a plan's group has all "
+                "ranks of the model and of its replicas (without group=, the whole world)"
+            )
         return tuple(number[rank] for rank in dist.get_process_group_ranks(group))
 
     gather = {kind: ranks(name) for kind, name in GATHER.items()}

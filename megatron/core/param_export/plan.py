@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -12,9 +12,17 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from megatron.core.param_export.agreement import agree
 from megatron.core.param_export.families import family_of
 from megatron.core.param_export.families.family import BoundFamily
-from megatron.core.param_export.layout import LocalTensor, read_chunk, tensor_ids, unwrap
+from megatron.core.param_export.layout import (
+    COUNTED,
+    LocalTensor,
+    model_chunks,
+    read_chunk,
+    tensor_ids,
+    unwrap,
+)
 from megatron.core.param_export.members import (
     REPLICA,
     Content,
@@ -30,6 +38,8 @@ from megatron.core.param_export.tiling import Affine, faults
 from megatron.weight_sync.boxes import Box
 
 SHOWN = 10
+DIVISIBLE_BY = 128
+"""Upstream's default of ``make_vocab_size_divisible_by``, which it multiplies by the tensor-parallel size."""
 _VOCABULARY = ("embed.weight", "lm_head.weight", "lm_head.bias")
 
 
@@ -87,24 +97,51 @@ class PlanEntry:
 
 
 def build_plan(
-    model: torch.nn.Module | Sequence[torch.nn.Module], hf_config, group: dist.ProcessGroup | None = None
+    model: torch.nn.Module | Iterable[torch.nn.Module],
+    hf_config,
+    group: dist.ProcessGroup | None = None,
+    *,
+    padded_vocab_size: int | None = None,
 ) -> Plan:
     """Read the model's chunks on every rank and exchange what each holds. Collective over ``group``.
 
-    Multi-token prediction layers are exported if the model was built with them (``mtp_num_layers``).
+    Multi-token prediction layers are exported if the model was built with them (``mtp_num_layers``). Adapters
+    (LoRA) have no place in Hugging Face tensors: merge them first.
+
+    The model's vocabulary may be larger than the configuration's: rows from ``hf_config.vocab_size`` on are
+    padding, which is not exported. So that a wrong ``vocab_size`` does not cut trained rows, no more are
+    taken for padding than rounding up to a multiple of 128 for each tensor-parallel rank can add (upstream's
+    default), unless ``padded_vocab_size`` says so.
 
     Args:
-        model: a GPTModel, or its chunks under virtual pipelining, wrapped or not.
+        model: a GPTModel, or its chunks under virtual pipelining; each may be wrapped in
+            DistributedDataParallel, Float16Module and ``torch.compile``. Of other wrappers pass the model
+            inside.
         hf_config: the Hugging Face configuration; its ``model_type`` selects the family.
-        group: the ranks that hold the model between them; default: all.
+        group: all ranks of the model, those of its data-parallel replicas too; default: the whole world.
+        padded_vocab_size: rows of the model's embedding, where it was padded to a larger multiple (for more
+            ranks than it has now, for example).
 
     Raises:
-        ValueError: no family for this configuration. Everything else is reported by :meth:`Plan.prove`.
+        TypeError: ``model`` is no GPTModel.
+        ValueError: no family for this configuration, or it lacks a field; a model without process groups.
+
+    Both are raised on every rank, if on any. Everything else is reported by :meth:`Plan.prove`.
     """
-    chunks = list(model) if isinstance(model, Sequence) else [model]
-    configs = [getattr(unwrap(chunk), "config", None) for chunk in chunks]
-    mtp = any(getattr(config, "mtp_num_layers", None) for config in configs)
-    return Plan(chunks, family_of(hf_config).bind(hf_config, mtp), group)
+    failed = None
+    try:
+        chunks = model_chunks(model)
+        configs = [getattr(unwrap(chunk), "config", None) for chunk in chunks]
+        mtp = any(getattr(config, "mtp_num_layers", None) for config in configs)
+        try:
+            family = family_of(hf_config).bind(hf_config, mtp)
+            family.expected()
+        except AttributeError as error:
+            raise ValueError(f"hf_config: {error}") from error
+    except Exception as error:
+        failed = error
+    agree(failed, group)
+    return Plan(chunks, family, group, padded_vocab_size)
 
 
 class Plan:
@@ -120,9 +157,16 @@ class Plan:
         digest: hash of all of it, the same on every rank of a proven plan.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], family: BoundFamily, group=None):
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        family: BoundFamily,
+        group=None,
+        padded_vocab_size: int | None = None,
+    ):
         self.family = family
         self.group = group
+        self._padded_vocab_size = padded_vocab_size
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank(group)
         self.ranks = 1 if alone else dist.get_world_size(group)
@@ -165,7 +209,14 @@ class Plan:
 
     def _read(self, number: int, chunk: torch.nn.Module) -> list[str]:
         read = read_chunk(chunk)
-        problems = list(read.problems)
+        problems = []
+        for (size, count), path in read.counts.items():
+            expected = self.family.sizes.get(size, count)
+            if count != expected:
+                problems.append(
+                    f"{path}: {count} {COUNTED[size]} in the model, {expected} in the configuration"
+                )
+        problems += read.problems
         for local in read.tensors:
             try:
                 self.entries.append(self._entry(number, local))
@@ -207,14 +258,17 @@ class Plan:
             boxes=tuple(boxes),
         )
         owner = sharer and _rank(self.process_groups, REPLICA[kind]) == 0
-        division = tuple((b.size, b.local_offset, b.local_stride, b.full_stride) for b in boxes)
+        division = record.numel, *((b.size, b.local_offset, b.local_stride, b.full_stride) for b in boxes)
         form = self._forms.setdefault(division, len(self._forms))
         return PlanEntry(number, local.name, local.tensor, tuple(cut), owner, record, form)
 
     def _cut_vocabulary(self, piece: Piece) -> tuple[Piece | None, list[Affine]]:
         """Rows from the vocabulary size on are padding: (kept piece or None, removed local boxes)."""
         vocabulary = self.family.sizes.get("vocab")
-        if piece.role not in _VOCABULARY or vocabulary is None or piece.shape[0] <= vocabulary:
+        if piece.role not in _VOCABULARY or vocabulary is None:
+            return piece, []
+        self._check_padding(piece.shape[0], vocabulary)
+        if piece.shape[0] <= vocabulary:
             return piece, []
         first, *rest = piece.loops
         rows = min(first.size, max(0, vocabulary - piece.start[0]))
@@ -231,6 +285,18 @@ class Plan:
             piece.role, piece.scope, piece.layer, piece.expert, shape, piece.start, piece.local_offset, loops
         )
         return kept, removed
+
+    def _check_padding(self, rows: int, vocabulary: int) -> None:
+        stated = self._padded_vocab_size
+        if stated is not None and rows != stated:
+            raise ValueError(f"{rows} rows in the model, padded_vocab_size is {stated}")
+        multiple = DIVISIBLE_BY * len(self.position.gather["dense"])
+        if stated is None and rows - vocabulary >= multiple:
+            raise ValueError(
+                f"{rows} rows in the model, vocab_size of the configuration is {vocabulary}: padding to a "
+                f"multiple of {multiple} adds less. If all the others are padding, say so: "
+                f"build_plan(..., padded_vocab_size={rows})"
+            )
 
     # Proof.
 

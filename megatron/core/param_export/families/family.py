@@ -106,9 +106,12 @@ class BoundFamily:
         self.mtp = family.mtp_depths(config) if mtp else 0
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self._parsed: dict[Rule, tuple] = {}
+        self._expected: dict[str, tuple[int, ...]] | None = None
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Every Hugging Face tensor of this configuration and its shape, in export order."""
+        if self._expected is not None:
+            return self._expected
         out: dict[str, tuple[int, ...]] = {}
 
         def add(rules: Iterator[Rule], layer=None, scope="model"):
@@ -126,6 +129,7 @@ class BoundFamily:
         for layer in range(self.layers + self.mtp):
             add(per_layer, layer, "mtp" if layer >= self.layers else "layer")
         add(rule for rule in head if not rule.role.startswith("embed"))
+        self._expected = out
         return out
 
     def boxes(self, piece: Piece) -> list[tuple[Box, tuple[int, ...]]]:

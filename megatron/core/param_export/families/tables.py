@@ -78,6 +78,7 @@ def attention_sizes(config) -> dict[str, int]:
         "hidden": config.hidden_size,
         "head": head,
         "heads": config.num_attention_heads,
+        "groups": config.num_key_value_heads,
         "q": config.num_attention_heads * head,
         "kv": config.num_key_value_heads * head,
         "ffn": config.intermediate_size,
