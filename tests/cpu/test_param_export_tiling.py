@@ -99,7 +99,7 @@ class Config:
 
 
 def family(*rules):
-    return Family("test", lambda config: {"ffn": 6, "hidden": 5, "experts": 3}, rules).bind(Config)
+    return Family("test", "Test", lambda config: {"ffn": 6, "hidden": 5, "experts": 3}, rules).bind(Config)
 
 
 def place_all(bound, shards, name, shape):

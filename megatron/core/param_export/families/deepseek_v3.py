@@ -48,6 +48,7 @@ def sizes(config):
 register(
     Family(
         "deepseek_v3",
+        "DeepseekV3ForCausalLM",
         sizes,
         MODEL + NORMS + MTP + LATENT_ATTENTION + MLP + ROUTER + EXPERT_BIAS + EXPERTS + SHARED_EXPERTS,
         conditions={

@@ -69,6 +69,7 @@ class Family:
 
     Args:
         model_type: ``config.model_type`` of the Hugging Face configuration.
+        architecture: the model class that loads its checkpoints, for ``architectures`` of config.json.
         sizes: configuration -> named sizes used by the rules' shapes and indices.
         rules: the table.
         conditions: name -> ``f(config, layer)``, beside the built-in "untied", "moe" and "dense".
@@ -77,6 +78,7 @@ class Family:
     """
 
     model_type: str
+    architecture: str
     sizes: Callable[[Any], dict[str, int]]
     rules: tuple[Rule, ...]
     conditions: Mapping[str, Callable[[Any, int], bool]] = ()

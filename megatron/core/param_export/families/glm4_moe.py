@@ -31,6 +31,7 @@ def sizes(config):
 register(
     Family(
         "glm4_moe",
+        "Glm4MoeForCausalLM",
         sizes,
         MODEL
         + NORMS

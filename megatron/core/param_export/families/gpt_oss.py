@@ -38,6 +38,7 @@ def sizes(config):
 register(
     Family(
         "gpt_oss",
+        "GptOssForCausalLM",
         sizes,
         MODEL + NORMS + ATTENTION + QKV_BIAS + OUTPUT_BIAS + SINKS + EXPERTS,
         conditions={"qkv_bias": attribute("attention_bias"), "output_bias": attribute("attention_bias")},

@@ -16,6 +16,7 @@ from megatron.core.param_export.families.tables import (
 register(
     Family(
         "llama",
+        "LlamaForCausalLM",
         attention_sizes,
         MODEL + NORMS + ATTENTION + QKV_BIAS + OUTPUT_BIAS + MLP + MLP_BIAS,
         conditions={

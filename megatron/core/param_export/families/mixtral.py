@@ -25,4 +25,4 @@ def sizes(config):
     return attention_sizes(config) | {"experts": first_of(config, "num_local_experts", "num_experts")}
 
 
-register(Family("mixtral", sizes, MODEL + NORMS + ATTENTION + EXPERTS, is_moe=always))
+register(Family("mixtral", "MixtralForCausalLM", sizes, MODEL + NORMS + ATTENTION + EXPERTS, is_moe=always))

@@ -13,6 +13,10 @@ from megatron.core.param_export.families.tables import (
 
 register(
     Family(
-        "qwen2", attention_sizes, MODEL + NORMS + ATTENTION + QKV_BIAS + MLP, conditions={"qkv_bias": always}
+        "qwen2",
+        "Qwen2ForCausalLM",
+        attention_sizes,
+        MODEL + NORMS + ATTENTION + QKV_BIAS + MLP,
+        conditions={"qkv_bias": always},
     )
 )

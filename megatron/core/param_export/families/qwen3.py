@@ -17,6 +17,7 @@ from megatron.core.param_export.families.tables import (
 register(
     Family(
         "qwen3",
+        "Qwen3ForCausalLM",
         attention_sizes,
         MODEL + NORMS + ATTENTION + QK_NORM + QKV_BIAS + OUTPUT_BIAS + MLP,
         conditions={

@@ -30,6 +30,7 @@ def is_moe(config, layer):
 register(
     Family(
         "qwen3_moe",
+        "Qwen3MoeForCausalLM",
         sizes,
         MODEL + NORMS + ATTENTION + QK_NORM + QKV_BIAS + OUTPUT_BIAS + MLP + ROUTER + EXPERTS,
         conditions={
