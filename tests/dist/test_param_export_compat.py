@@ -1,5 +1,6 @@
 """The functions that trainers call: names, live tensors, placeholders, copies; against checkpoints."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -210,11 +211,16 @@ def test_placeholders_filled_by_broadcasts(world):
 
 
 def edges():
+    from megatron.core import tensor_parallel
     from megatron.core.param_export.compat import all_gather_param, named_params_and_buffers
 
     with parallel(tp=2):
-        with pytest.raises(ValueError, match=r"x.weight: no tensor_model_parallel attribute"):
-            all_gather_param("x.weight", torch.zeros(2))
+        told = r"x.weight: no tensor_model_parallel attribute, .*parallel\.(set_defaults_if_not_set_\w+) "
+        bare = torch.zeros(2)
+        with pytest.raises(ValueError, match=told) as error:
+            all_gather_param("x.weight", bare)
+        getattr(tensor_parallel, re.search(told, str(error.value))[1])(bare)
+        assert torch.equal(all_gather_param("x.weight", bare), bare)
         rank = torch.distributed.get_rank()
         bias = torch.full((3,), float(rank))
         assert all_gather_param("a.mlp.router.expert_bias", bias) is not None

@@ -240,3 +240,40 @@ def test_weights_go_to_the_rollout_as_written(world):
     assert reports == others == [(1, True, False), (2, False, True), (3, False, True)]
     assert set(arrived) == set(held)
     assert all(torch.equal(held[name], tensor) for name, tensor in arrived.items())
+
+
+def files_job(hf_folder, new_folder):
+    """README's loading and saving, as written; then a step, of what the optimizer took to be the weights."""
+    from safetensors.torch import load_file
+
+    from examples.quickstart import policy, rollout
+    from megatron.core.param_export import export
+    from megatron.core.tree_training import Trajectory, TreeBatch
+
+    (text,) = blocks("load_checkpoint(")
+    text, exported = text.replace("    ...\n", "    exported[name] = tensor.clone()\n"), {}
+    with parallel(tp=2):
+        trained = policy.Policy(shape(), 32, 64, 1e-6, "cpu")
+        given = {"model_chunks": [trained.ddp], "optimizer": trained.optimizer, "exported": exported}
+        given |= {"hf_config": rollout.model(shape(), 32, 64, "cpu").config}
+        given |= {"hf_folder": hf_folder, "new_folder": new_folder}
+        exec(compile(text, str(README), "exec"), given)
+        values = {"advantage": [1.0] * 5, "rollout_log_probs": [0.0] * 5}
+        tree = TreeBatch.from_trajectories([Trajectory([5, 6, 7, 8, 9], [0, 0, 1, 1, 1], values)])
+        trained.step([tree])
+        after = dict(export(given["plan"]))
+    loaded, saved = (load_file(f"{folder}/model.safetensors") for folder in (hf_folder, new_folder))
+    assert set(saved) == set(loaded) == set(after)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+    assert all((after[name] - tensor).abs().max() < 1e-4 for name, tensor in loaded.items())
+    return {name: torch.equal(tensor, loaded[name]) for name, tensor in exported.items()}
+
+
+def test_weights_go_to_and_from_files_as_written(world, tmp_path):
+    from examples.quickstart import rollout
+
+    torch.manual_seed(8)
+    module = rollout.model(shape(), 32, 64, "cpu")
+    module.save_pretrained(tmp_path / "hf")
+    first, second = world(2, files_job, str(tmp_path / "hf"), str(tmp_path / "new"))
+    assert set(first) == set(module.state_dict()) and all(first.values()) and not second

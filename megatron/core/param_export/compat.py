@@ -24,6 +24,8 @@ def all_gather_param(name: str, param: torch.Tensor, gated: bool = True) -> torc
     """The full tensor of a tensor-parallel parameter; the parameter's own data where it is not sharded.
     Collective.
 
+    Rows stay in the order in which they are stored: ``moe_mlp_glu_interleave_size`` is not undone here.
+
     Args:
         name: global name; says whether the tensor is a routed expert's (``.experts.``, sharded over the
             expert tensor-parallel group), a gated first layer (``linear_fc1``) or an attention sink.
@@ -67,7 +69,10 @@ def _group(name: str, param: torch.Tensor):
     if name.endswith("core_attention.softmax_offset"):  # sharded by heads, which its attributes do not say
         return parallel_state.get_tensor_model_parallel_group()
     if not hasattr(param, "tensor_model_parallel"):
-        raise ValueError(f"{name}: no tensor_model_parallel attribute, so its sharding is unknown")
+        raise ValueError(
+            f"{name}: no tensor_model_parallel attribute, so its sharding is unknown; Megatron-Core's "
+            "tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes marks whole tensors"
+        )
     if not param.tensor_model_parallel:
         return None
     if ".experts." in name:
