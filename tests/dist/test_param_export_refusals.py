@@ -141,9 +141,9 @@ def one_rank_fails(how, fields):
         elif one and how == "unknown":
             final = torch.zeros(36)
         elif one and how == "index":
-            index = torch.tensor([36])
+            final, index = chunks[0].decoder.layers[0].mlp.linear_fc2.weight, torch.tensor([36 * 22])
         elif one and how == "negative":
-            index = torch.tensor([-1])
+            final, index = chunks[0].decoder.layers[0].mlp.linear_fc2.weight, torch.tensor([-1])
         elif how == "receiver":
             receiver = 5
         elif how == "receivers":
@@ -175,8 +175,8 @@ def one_rank_fails(how, fields):
      "all ranks of the model and of its replicas (without group=, the whole world)"),
     ("dtype", "ValueError", "rank 1: decoder.final_layernorm.weight: values are torch.float64, the"),
     ("unknown", "KeyError", "rank 1: a tensor of shape [36] is not in this plan"),
-    ("index", "ValueError", "rank 1: decoder.final_layernorm.weight: index 36 is not in [0, 36)"),
-    ("negative", "ValueError", "rank 1: decoder.final_layernorm.weight: index -1 is not in [0, 36)"),
+    ("index", "ValueError", "rank 1: decoder.layers.0.mlp.linear_fc2.weight: index 792 is not in [0, 792)"),
+    ("negative", "ValueError", "rank 1: decoder.layers.0.mlp.linear_fc2.weight: index -1 is not in [0, 792)"),
     ("source", "RuntimeError", "rank 1: RuntimeError: backup lost"),
     ("receiver", "ValueError", "receiver: a rank of 0..1, got 5"),
     ("receivers", "ValueError", "receiver: the ranks say [0, 1]"),

@@ -33,7 +33,8 @@ def export_changed(
     Args:
         plan: a proven plan.
         changed: ``(parameter, index, value)``: a live tensor of the plan, int64 [n] flat indices into it, and
-            the new values [n] in its dtype. Index and value None: every element changed.
+            the new values [n] in its dtype. Index and value None: every element changed. Of a tensor that
+            several ranks hold whole, what one of them gives is read.
         receiver: the rank (of the plan's group) that gets the result.
         sharded: under a distributed optimizer every data-parallel rank knows the changes of its own part; all
             are asked, and an element that several ranks report counts once. False: all know everything, one
