@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.core.param_export.families.family import Family, Rule
 from megatron.core.param_export.members import Content, Member, Position, asymmetries
 from megatron.core.param_export.pieces import Place, Span, dense, glu, grouped_query
-from megatron.core.param_export.schedule import _source
+from megatron.core.param_export.schedule import _widest
 from megatron.core.param_export.tiling import faults
 from megatron.weight_sync import Box
 
@@ -255,17 +255,13 @@ def test_wide_units_move_the_same_elements(data):
         box = Box("x", (rows, cols), more, (cols, 1), 0, (1, 2 * rows))
     want = full.clone()
     box.copy_to_full(local, want)
-    nbytes, start = local.numel() * dtype.itemsize, 128
-    source = _source({}, 0, start, nbytes, box, dtype.itemsize, full.numel())
-    held = torch.zeros(start + nbytes + 256, dtype=torch.uint8)
-    held[start : start + nbytes] = local.view(torch.uint8)
-    wide = held[: len(held) // 8 * 8].view(source.unit)[source.offset : source.offset + source.size]
-    source.box.copy_to_full(wide, full.view(source.unit))
+    unit, wide = _widest(box, local.numel(), full.numel(), dtype.itemsize)
+    wide.copy_to_full(local.view(unit), full.view(unit))
     assert torch.equal(full, want)
-    assert source.unit.itemsize * source.box.numel == dtype.itemsize * box.numel
+    assert unit.itemsize * wide.numel == dtype.itemsize * box.numel
 
 
 def test_aligned_rows_move_in_eights_of_bytes():
     box = Box("x", (3, 8), 16, (8, 1), 0, (64, 1))
-    assert _source({}, 0, 0, 80, box, 2, 192).unit == torch.int64
-    assert _source({}, 0, 0, 80, box, 2, 191).unit == torch.int16
+    assert _widest(box, 40, 192, 2)[0] == torch.int64
+    assert _widest(box, 40, 191, 2)[0] == torch.int16

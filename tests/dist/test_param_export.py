@@ -459,7 +459,7 @@ def misuse(fields):
         assert plan.is_current()
         chunks[0].output_layer.weight = torch.nn.Parameter(weight.detach().clone())
         assert not plan.is_current()
-        with pytest.raises(StalePlanError, match=r"^the model's tensors were replaced, converted or emptied on rank 0: build"):
+        with pytest.raises(StalePlanError, match=r"^the model's tensors were replaced, .* on rank 0: build"):
             load(plan, plan.expected.__getitem__)
     return told
 

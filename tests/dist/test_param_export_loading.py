@@ -23,7 +23,7 @@ def stale(fields, path):
         linear = chunks[0].decoder.layers[0].mlp.linear_fc2
         if dist.get_rank() == 1:
             linear.weight = torch.nn.Parameter(torch.zeros_like(linear.weight))
-            with pytest.raises(StalePlanError, match=r"^the model's tensors were replaced, converted or emptied on rank 1"):
+            with pytest.raises(StalePlanError, match=r"^the model's .* replaced, .* on rank 1: build"):
                 load(plan, state)
             assert all(entry.tensor.isnan().all() for entry in plan.entries)
         else:
