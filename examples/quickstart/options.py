@@ -28,18 +28,24 @@ def parser(text: str) -> argparse.ArgumentParser:
     p.add_argument("--ranks", type=int, default=1, help="processes to start, unless a launcher did")
     p.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     p.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    p.add_argument("--steps", type=int, default=250, help="training steps")
+    p.add_argument("--steps", type=int, default=350, help="training steps")
     p.add_argument(
         "--small-steps", type=int, default=10, help=f"further steps at a learning rate of {SMALL_LR}"
     )
     p.add_argument(
-        "--seconds", type=float, default=200, help="stop the training phase after this time at the latest"
+        "--seconds", type=float, default=240, help="stop the training phase after this time at the latest"
     )
     p.add_argument("--groups", type=int, default=16, help="problems per step")
     p.add_argument("--group-size", type=int, default=8, help="sampled answers per problem")
-    p.add_argument("--max-tokens", type=int, default=640, help="packed tokens in one micro-batch")
-    p.add_argument("--lr", type=float, default=6e-4)
-    p.add_argument("--entropy-bonus", type=float, default=0.05)
+    p.add_argument("--max-tokens", type=int, default=480, help="packed tokens in one micro-batch")
+    p.add_argument("--lr", type=float, default=8e-4)
+    p.add_argument(
+        "--entropy-bonus",
+        type=float,
+        default=0.1,
+        help="advantage per nat of a token's surprise; with less, a digit that early answers leave out "
+        "may never be tried again",
+    )
     p.add_argument("--held-out", type=int, default=128, help="problems of the evaluation")
     p.add_argument("--trajectories", type=Path, help="train on this JSON-lines file instead of sampling")
     p.add_argument("--seed", type=int, default=1)

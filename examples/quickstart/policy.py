@@ -25,14 +25,14 @@ from megatron.core.tree_training import TreeBatch, log_probs
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the policy and the rollout model share. About a million parameters."""
+    """Sizes that the policy and the rollout model share. About 0.3 million parameters."""
 
-    layers: int = 4
-    hidden: int = 160
-    heads: int = 6
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    ffn: int = 384
+    ffn: int = 256
     norm_epsilon: float = 1e-6
     rope_base: int = 10000
 

@@ -158,7 +158,7 @@ REFUSED = {
     "--group-size=1": "--group-size: expected at least 2, got 1",
     "--groups=0": "--groups: expected at least 1, got 0",
     "--steps=0 --small-steps=0": "--steps and --small-steps are both 0: nothing would be trained",
-    "--tp=3": "--tp must divide 2 (key/value heads) and --pp 4 (layers), got --tp=3 --pp=1",
+    "--tp=3": "--tp must divide 2 (key/value heads) and --pp 2 (layers), got --tp=3 --pp=1",
 }
 
 GIVEN = {
