@@ -284,8 +284,9 @@ def layout(record, table, device):
 
 
 def training(record, device, count=50):
-    """What the quickstart's policy changes per step at learning rate 1e-6: patched Megatron, the distributed
-    optimizer with its sparse diff, and the transformers model that samples its answers as the receiver."""
+    """What a policy of a million parameters changes per step of the quickstart at learning rate 1e-6: patched
+    Megatron, the distributed optimizer with its sparse diff, and the transformers model that samples its
+    answers as the receiver."""
     try:
         import transformers  # noqa: F401
     except ImportError:
@@ -353,7 +354,8 @@ def loop(device):
     parallel_state.initialize_model_parallel()
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
-    rng, shape = random.Random(1), policy.Shape()
+    rng = random.Random(1)
+    shape = policy.Shape(layers=4, hidden=160, heads=6, kv_heads=2, head_dim=32, ffn=384)  # a million
     sizes = task.VOCABULARY, task.PROMPT + task.RESPONSE
     trainer = policy.Policy(shape, *sizes, 1e-6, torch.device(device))
     engine = rollout.model(shape, *sizes, device)

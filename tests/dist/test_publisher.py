@@ -458,14 +458,15 @@ def test_a_late_acknowledgement_forgets_nothing_newer(world):
 
 
 def bf16_training(groups, distributed, steps):
-    """The quickstart's policy at 1e-6, through the whole optimizer; what every sync sent."""
+    """A policy of a million parameters at 1e-6, through the whole optimizer; what every sync sent."""
     import torch.distributed as dist
 
     from examples.quickstart import policy
     from megatron.weight_sync import LocalTransport, ModuleReceiver
 
     with parallel(**groups):
-        main, shape = dist.get_rank() == 0, policy.Shape()
+        main = dist.get_rank() == 0
+        shape = policy.Shape(layers=4, hidden=160, heads=6, kv_heads=2, head_dim=32, ffn=384)
         module = engine(shape)
         transport = LocalTransport({"engine": ModuleReceiver(module)}) if main else None
         trainer = Trainer(transport, shape=shape, distributed=distributed)
