@@ -209,7 +209,7 @@ def measure(hf):
     figures |= dict(writes=written / total, gathered=gathered, limit=gathered / 2 / 450e9)
 
     def bare():
-        full = torch.empty(min(DEFAULT_BUCKET_BYTES, gathered), dtype=torch.uint8, device=device)
+        full = torch.empty(min(512 * 2**20, gathered), dtype=torch.uint8, device=device)
         for begin in range(0, gathered, len(full)):
             run = full[: min(len(full), gathered - begin)]
             row = run.view(2, -1)[dist.get_rank()]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.param_export.plan import Plan
 from megatron.core.param_export.schedule import Part, Place, Run, Schedule, Step, schedule
 
-DEFAULT_BUCKET_BYTES = 512 * 1024**2
+DEFAULT_BUCKET_BYTES = 1024**3
 
 
 def receiving_ranks(plan: Plan, receivers: str | int | Sequence[int]) -> list[int]:
@@ -77,7 +77,7 @@ def export(
         ValueError: the plan is not proven, a receiver is not one of its ranks, the bucket size is not
             positive, or a name is not one of the model's.
         TypeError: ``plan`` is something else, for instance the model.
-        StalePlanError: when the iteration begins, on every rank: the model's tensors were replaced, converted
+        StalePlanError: before the first tensor, on every rank: the model's tensors were replaced, converted
             or emptied since the plan was built.
         RuntimeError: at the end, on the ranks that could read: ``read`` failed on others, which raise its
             error.
@@ -123,13 +123,16 @@ class _Export:
         self.pipeline = getattr(groups, "pp", None)
 
     def run(self, current: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        if not current:
-            self.plan.require_current(held=self.read is None)
+        self.main = torch.cuda.current_stream(self.device) if self.side is not None else None
+        self.readable = current or self.read is not None or self.plan.is_readable()
         ahead = None
         try:
             for step in [*self.schedule.steps, None]:
                 # Before the one ahead is waited for, so that it is packed while that one is gathered.
                 started = None if step is None else self.start(step)
+                if not current:  # the first is gathered meanwhile
+                    self.plan.require_current(self.readable)
+                    current = True
                 if ahead is not None:
                     self.wait(ahead)
                     if self.schedule.receives and self.failed is None:
@@ -140,7 +143,7 @@ class _Export:
                 ahead = started
         finally:  # also for a caller who does not go on: memory is free again only when it is packed
             if self.side is not None:
-                torch.cuda.current_stream(self.device).wait_stream(self.side)
+                self.main.wait_stream(self.side)
         if self.read is not None:
             self.agree_on_reading()
         if self.failed is not None:
@@ -152,7 +155,7 @@ class _Export:
         """Pack, pass on and begin to gather."""
         held = [self.memory(part) for part in step.parts]
         if self.side is not None:
-            self.side.wait_stream(torch.cuda.current_stream(self.device))
+            self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
             parts = [
                 (part, *self.runs(part, bytes_))
@@ -181,7 +184,10 @@ class _Export:
 
     @torch.no_grad()
     def pack(self, runs: list[tuple[Run, torch.Tensor]]) -> None:
-        """Copy local tensors to their places, in one operation."""
+        """Copy local tensors to their places, in one operation; but not from a stale plan, which is refused
+        soon after."""
+        if not self.readable:
+            return
         to: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for run, place in runs:
@@ -244,7 +250,7 @@ class _Export:
         for work in started.works:
             work.wait()
         if started.packed is not None:
-            torch.cuda.current_stream(self.device).wait_event(started.packed)
+            self.main.wait_event(started.packed)
 
     # Handing out.
 
@@ -280,5 +286,5 @@ class _Export:
         out = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for host, tensor in zip(out, tensors, strict=True):
             host.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
+        self.main.synchronize()
         return out

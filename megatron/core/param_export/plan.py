@@ -396,27 +396,34 @@ class Plan:
             raise KeyError(f"a tensor of shape {list(tensor.shape)} is not in this plan")
         return entry
 
-    def is_current(self, held: bool = True) -> bool:
-        """Whether the model still holds the very tensors that the plan was built from; with ``held`` also
-        whether they have the type, the shape and memory that they had."""
-        if set().union(*map(tensor_ids, self.models)) != self._by_tensor.keys():
-            return False
-        return not held or all(
+    def is_current(self) -> bool:
+        """Whether the model still holds the very tensors that the plan was built from, with the type and the
+        shape that they had, and memory."""
+        return self.is_readable() and self._is_whole()
+
+    def is_readable(self) -> bool:
+        """Whether the plan's tensors have the type and the shape that they had, and memory."""
+        return all(
             tensor.dtype is dtype and tensor.shape == shape and not _is_emptied(tensor)
             for tensor, dtype, shape in self._as_read
         )
 
-    def require_current(self, held: bool = True) -> None:
+    def _is_whole(self) -> bool:
+        return set().union(*map(tensor_ids, self.models)) == self._by_tensor.keys()
+
+    def require_current(self, readable: bool | None = None) -> None:
         """Refuse to export tensors that the model no longer uses. Collective; one small reduction.
 
         Args:
-            held: as of ``is_current``.
+            readable: what ``is_readable`` has just said on this rank, or that somebody else reads the values.
 
         Raises:
             StalePlanError: on every rank alike, if any rank's model holds other tensors than its plan.
         """
+        if readable is None:
+            readable = self.is_readable()
         stale = [0] * self.ranks
-        stale[self.rank] = int(not self.is_current(held))
+        stale[self.rank] = int(not (readable and self._is_whole()))
         if self.ranks > 1:
             device = self.entries[0].tensor.device if self.entries else "cpu"
             flags = torch.tensor(stale, device=device)
