@@ -97,10 +97,11 @@ def misuse(fields):
         chunks = export_models.build(hf)
         for model, got in (
             ([], "an empty list"),
-            ([None], "NoneType"),
-            (hf, "SimpleNamespace"),
+            ([None], "list of NoneType$"),
+            (hf, "SimpleNamespace$"),
             (torch.nn.Linear(1, 1), "Linear: if it is a wrapper, pass the model inside"),
             (Wrapper(chunks[0]), "Wrapper: if it is a wrapper, pass the model inside"),
+            (iter([Wrapper(chunks[0])]), "list_iterator of Wrapper: if it is a wrapper, pass the"),
         ):
             with pytest.raises(TypeError, match=expected + got):
                 build_plan(model, hf)
@@ -177,7 +178,7 @@ def one_rank_fails(how, fields):
     ("family", "ValueError", "rank 1: no export family for model_type 'mistral'; known: deepseek_v3"),
     ("field", "ValueError", "rank 1: hf_config: 'types.SimpleNamespace' object has no attribute 'num_"),
     ("wrapper", "TypeError", "rank 1: model: expected a GPTModel or its chunks, which may be in Distributed"
-     "DataParallel, Float16Module, OptimizedModule; got Wrapper: if it is a wrapper, pass the model inside"),
+     "DataParallel, Float16Module, OptimizedModule; got list of Wrapper: if it is a wrapper"),
     ("process groups", "ValueError", "rank 1: model: GPTModel has no pg_collection"),
     ("group", "LayoutError", "the dp_cp group has ranks outside of the plan's group: [1]; a plan's group has "
      "all ranks of the model and of its replicas (without group=, the whole world)"),

@@ -70,8 +70,10 @@ def export(
         current: every rank has just called ``plan.require_current()``; it is not asked again.
 
     Yields:
-        ``(name, tensor)``: contiguous, in the parameter's dtype. The tensor never aliases a parameter; it may
-        share memory with other tensors of its bucket, so a caller that keeps few of them keeps clones.
+        ``(name, tensor)``: the name as in checkpoint files (transformers 5 has others in memory for routed
+        experts, which it fuses); the tensor contiguous, in the parameter's dtype. It never aliases a
+        parameter; it may share memory with other tensors of its bucket, so a caller that keeps few of them
+        keeps clones.
 
     Raises:
         ValueError: the plan is not proven, a receiver is not one of its ranks, the bucket size is not

@@ -91,7 +91,9 @@ def model_chunks(model) -> list[torch.nn.Module]:
             continue
         is_model = isinstance(inner, torch.nn.Module) and "decoder" in inner._modules
         if not (is_model and hasattr(inner, "config")):
-            raise TypeError(f"{expected}; got {kind}: if it is a wrapper, pass the model inside")
+            got = kind if chunk is model else f"{type(model).__name__} of {kind}"
+            hint = ": if it is a wrapper, pass the model inside" if isinstance(inner, torch.nn.Module) else ""
+            raise TypeError(f"{expected}; got {got}{hint}")
         if getattr(inner, "pg_collection", None) is None:
             raise ValueError(f"model: {kind} has no pg_collection, the process groups that it was built with")
     return chunks
