@@ -108,6 +108,9 @@ def build_plan(
     Multi-token prediction layers are exported if the model was built with them (``mtp_num_layers``). Adapters
     (LoRA) have no place in Hugging Face tensors: merge them first.
 
+    Build it of the model as it trains. A tensor of another type or shape makes the plan stale: upstream turns
+    the expert bias of a Float16Module into float32 in the first forward pass, for example.
+
     The model's vocabulary may be larger than the configuration's: rows from ``hf_config.vocab_size`` on are
     padding, which is not exported. So that a wrong ``vocab_size`` does not cut trained rows, no more are
     taken for padding than rounding up to a multiple of 128 for each tensor-parallel rank can add (upstream's
