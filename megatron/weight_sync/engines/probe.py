@@ -193,18 +193,28 @@ def _run(load: Load, tensors: Iterator, names: list[str]) -> None:
 # ---- reading back ------------------------------------------------------------------------------------------
 
 
+def _to_host(
+    flat: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """``compute`` of live elements, a chunk at a time, in host memory."""
+    out = torch.empty(len(flat), dtype=dtype)
+    for there, part in zip(out.split(_CHUNK), flat.split(_CHUNK), strict=True):
+        there.copy_(compute(part))
+    return out
+
+
 class _Reached:
     """Live elements that a batch reaches: a span of one storage, what is read there in host memory."""
 
     def __init__(self, live_name: str, flat: torch.Tensor, mask: torch.Tensor):
-        inside = mask.nonzero()
-        self.begin, end = int(inside[0]), int(inside[-1]) + 1
+        inside = mask.view(torch.uint8)
+        self.begin, end = int(inside.argmax()), len(mask) - int(inside.flip(0).argmax())
         self.live_name, self.flat, self.span = live_name, flat, flat[self.begin : end]
         self.mask = mask[self.begin : end].clone()
 
     def read(self) -> torch.Tensor:
         """int16: the digits that are there now; -1 where none is."""
-        return torch.cat([_digits(part).cpu() for part in self.span.split(_CHUNK)])
+        return _to_host(self.span, _digits, torch.int16)
 
     def clear(self) -> None:
         """Leave no pattern behind, which the next batch could take for its own."""
@@ -225,7 +235,7 @@ def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[to
             digits.append(part.read())
     found: dict[str, list[tuple[torch.Tensor, Box]]] = {name: [] for name in names}
     for part, ids, digits in zip(reached, which, index, strict=True):
-        for k, begin, end in _extents(torch.where(part.mask, ids, -2)):
+        for k, begin, end, count in _extents(ids.masked_fill_(~part.mask, -2), device):
             if not 0 <= k < len(names):
                 raise UnsupportedLayout(f"{part.live_name}: its values are not copies of checkpoint values")
             name, (shape, dtype) = names[k], table[names[k]]
@@ -234,8 +244,11 @@ def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[to
                     f"{name}: the checkpoint has {dtype}, the engine keeps it as {part.flat.dtype} in "
                     f"{part.live_name}"
                 )
-            mine = (ids[begin:end] == k) & part.mask[begin:end]
-            pairs = Pairs.of(part.begin + begin, mine, [digit[begin:end] for digit in digits], device)
+            positions, places = range(part.begin + begin, part.begin + end), [d[begin:end] for d in digits]
+            if count < end - begin:
+                mine = (ids[begin:end] == k).nonzero().view(-1)
+                positions, places = mine + positions.start, [place[mine] for place in places]
+            pairs = Pairs(positions, places, device)
             if pairs.outside(math.prod(shape)):
                 raise UnsupportedLayout(
                     f"{name}: {part.live_name} holds something else than copies of its values"
@@ -256,7 +269,7 @@ def _reached(names, table: Table, storages, load: Load) -> list[_Reached]:
     _run(load, _constants(names, table, [first] * len(names), _device(storages)), names)
     for live_name, flat in storages:
         if flat.element_size() in (2, 4):
-            mask = torch.cat([(_digits(part) == first).cpu() for part in flat.split(_CHUNK)])
+            mask = _to_host(flat, lambda part: _digits(part) == first, torch.bool)
             if mask.any():
                 out.append(_Reached(live_name, flat, mask))
     _run(load, _constants(names, table, [second] * len(names), _device(storages)), names)
@@ -265,13 +278,20 @@ def _reached(names, table: Table, storages, load: Load) -> list[_Reached]:
     return [part for part in out if part.mask.any()]
 
 
-def _extents(ids: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(id, its first position, one past its last) for every id but -2."""
-    values, counts = ids.unique_consecutive(return_counts=True)
-    ends, place = counts.cumsum(0), values.long() + 2
-    first = torch.full((_BASE + 2,), len(ids)).scatter_reduce_(0, place, ends - counts, "amin")
-    last = torch.zeros(_BASE + 2, dtype=torch.int64).scatter_reduce_(0, place, ends, "amax")
-    return [(k - 2, int(first[k]), int(last[k])) for k in place.unique().tolist() if k]
+def _extents(ids: torch.Tensor, device) -> list[tuple[int, int, int, int]]:
+    """(id, its first position, one past its last, how often it is there) for every id but -2."""
+    first = torch.full((_BASE + 2,), len(ids))
+    last, often = torch.zeros(2, _BASE + 2, dtype=torch.int64)
+    begin = 0
+    for part in ids.split(_CHUNK):
+        values, counts = (t.cpu().long() for t in part.to(device).unique_consecutive(return_counts=True))
+        ends = counts.cumsum(0) + begin
+        first.scatter_reduce_(0, values + 2, ends - counts, "amin")
+        last.scatter_reduce_(0, values + 2, ends, "amax")
+        often.scatter_add_(0, values + 2, counts)
+        begin += len(part)
+    present = often[1:].nonzero().view(-1) + 1
+    return [(k - 2, *(int(of[k]) for of in (first, last, often))) for k in present.tolist()]
 
 
 # ---- fitting -----------------------------------------------------------------------------------------------
@@ -285,13 +305,6 @@ class Pairs:
     positions: range | torch.Tensor
     digits: list[torch.Tensor]
     device: torch.device | str = "cpu"
-
-    @classmethod
-    def of(cls, begin: int, mine: torch.Tensor, digits: list[torch.Tensor], device) -> Pairs:
-        """The positions that ``mine`` marks, the first of which stands for ``begin``."""
-        if mine.all():
-            return cls(range(begin, begin + len(mine)), digits, device)
-        return cls(mine.nonzero().view(-1) + begin, [digit[mine] for digit in digits], device)
 
     def __len__(self) -> int:
         return len(self.positions)
