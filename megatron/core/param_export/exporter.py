@@ -190,14 +190,14 @@ class _Export:
         soon after."""
         if not self.readable:
             return
-        to: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for run, place in runs:
-            for dtype, tensors, cuts in run.fill:
-                to += place.view(dtype).split_with_sizes(cuts)[1::2]
-                values += tensors if self.read is None else map(self.values, tensors)
-        if to:
-            torch._foreach_copy_(to, [value.reshape(-1) for value in values])
+            for fill in run.fills:
+                values = fill.tensors if self.read is None else map(self.values, fill.tensors)
+                copies += map(_as_copied, fill.places(place), values)
+        if copies:
+            to, values = zip(*copies, strict=True)
+            torch._foreach_copy_(to, values)
 
     def pass_on_and_gather(self, part: Part, rows, row, whole) -> Iterator[dist.Work]:
         for run, place in ((part.row, row), (part.whole, whole)):
@@ -290,3 +290,11 @@ class _Export:
             host.copy_(tensor, non_blocking=True)
         self.main.synchronize()
         return out
+
+
+def _as_copied(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As they are, which is fast; as vectors what ``read`` gave in another shape, and Transformer Engine's
+    grouped parameters, which become plain tensors by that."""
+    if type(value) in (torch.nn.Parameter, torch.Tensor) and value.shape == place.shape:
+        return place, value
+    return place.view(-1), value.reshape(-1)

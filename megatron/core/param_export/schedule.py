@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
@@ -23,17 +22,36 @@ from megatron.weight_sync.boxes import Box
 ALIGN = 128  # bytes
 
 
+@dataclass(frozen=True)
+class Fill:
+    """Local tensors of one type and shape, at equal distances in a run: sizes, strides and offset of where
+    they go, in elements, with a dimension more for several.
+    """
+
+    tensors: list[torch.Tensor]
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def places(self, run: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Where the tensors go in a run's bytes."""
+        run = run.view(self.dtype)
+        place = run.as_strided(self.size, self.stride, run.storage_offset() + self.offset)
+        return place.unbind() if len(self.tensors) > 1 else [place]
+
+
 @dataclass
 class Run:
     """Local tensors of a rank, one behind another in bytes.
 
-    ``places``: (number among the kind's entries, byte offset) each. ``fill``, on the ranks that pack it: per
-    type its tensors, and the run cut into a gap, a tensor, a gap, a tensor, ..., a gap, in elements.
+    ``places``: (number among the kind's entries, byte offset) each. ``fills``, on the ranks that pack it: the
+    tensors, and where they go.
     """
 
     nbytes: int = 0
     places: list[tuple[int, int]] = field(default_factory=list)
-    fill: list[tuple[torch.dtype, list[torch.Tensor], list[int]]] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
 
     def add(self, number: int, nbytes: int) -> int:
         """The offset of one more tensor."""
@@ -44,15 +62,14 @@ class Run:
 
     def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors are those of the kind's entries on this rank."""
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+        alike: dict[tuple[torch.dtype, torch.Size], list[tuple[int, int]]] = {}
         for number, offset in self.places:
             tensor = tensors[number]
-            of_dtype, bounds = by_dtype.setdefault(tensor.dtype, ([], [0]))
-            of_dtype.append(tensor)
-            bounds += [offset // tensor.itemsize, offset // tensor.itemsize + tensor.numel()]
-        for dtype, (of_dtype, bounds) in by_dtype.items():
-            bounds.append(self.nbytes // dtype.itemsize)
-            self.fill.append((dtype, of_dtype, [end - start for start, end in pairwise(bounds)]))
+            alike.setdefault((tensor.dtype, tensor.shape), []).append((offset // tensor.itemsize, number))
+        for (dtype, shape), members in alike.items():
+            for run in equal_distances(sorted(members), 1):
+                place = _spread(tuple(shape), _contiguous(shape), run)
+                self.fills.append(Fill([tensors[number] for _, number in run], dtype, *place))
 
 
 @dataclass
@@ -261,7 +278,7 @@ class _StepBuilder:
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: list) -> None:
         """``boxes``: (part, byte where the shard starts, bytes of the shard, box) each."""
         step, itemsize = self.step, dtype.itemsize
-        stride = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+        stride = _contiguous(shape)
         # Where the tensor's first element would lie, were all of it laid out like this box.
         begins = {
             (part, start // itemsize + box.local_offset - box.full_offset) for part, start, _, box in boxes
@@ -290,29 +307,36 @@ class _StepBuilder:
     def done(self) -> Step:
         step = self.step
         step.nbytes, step.views = self.nbytes, list(self.views)
-        for (here, there, size, *strides), offsets in self.boxes.items():
-            for run in _equal_distances(sorted(offsets)):
-                size_, (local, full) = size, strides
-                if len(run) > 1:
-                    (from_, to), (next_from, next_to) = run[:2]
-                    size_ = len(run), *size
-                    local, full = (next_from - from_, *local), (next_to - to, *full)
+        for (here, there, size, local, full), offsets in self.boxes.items():
+            for run in equal_distances(sorted(offsets)):
+                back = [(to, from_) for from_, to in run]
                 step.copies.append(
-                    (Place(here, size_, local, run[0][0]), Place(there, size_, full, run[0][1]))
+                    (Place(here, *_spread(size, local, run)), Place(there, *_spread(size, full, back)))
                 )
         alike: dict[tuple, list[tuple[int, int]]] = {}
         for member, place in enumerate(self.places):
             alike.setdefault((place.view, place.size, place.stride), []).append((place.offset, member))
         for (view, size, stride), members in alike.items():
-            for run in _equal_distances(sorted(members), 1):
-                place = Place(view, size, stride, run[0][0])
-                if len(run) > 1:
-                    place = Place(view, (len(run), *size), (run[1][0] - run[0][0], *stride), run[0][0])
+            for run in equal_distances(sorted(members), 1):
+                place = Place(view, *_spread(size, stride, run))
                 step.groups.append(Group(place, tuple(member for _, member in run)))
         return step
 
 
-def _equal_distances(rows: list[tuple[int, ...]], columns: int | None = None) -> list[list[tuple[int, ...]]]:
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+
+
+def _spread(size: tuple[int, ...], stride: tuple[int, ...], run: list[tuple[int, ...]]):
+    """(sizes, strides, offset) of what lies at the first numbers of ``run``, at equal distances: a dimension
+    more if there are several."""
+    (begin, *_), *others = run
+    if not others:
+        return size, stride, begin
+    return (len(run), *size), (others[0][0] - begin, *stride), begin
+
+
+def equal_distances(rows: list[tuple[int, ...]], columns: int | None = None) -> list[list[tuple[int, ...]]]:
     """Cut where the differences between neighbours, in the first ``columns``, change or are negative."""
     out: list[list[tuple[int, ...]]] = []
     distance: list[int] = []
