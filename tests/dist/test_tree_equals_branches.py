@@ -155,7 +155,9 @@ def test_virtual_pipeline(world, name, model):
 
 def sequential(metadata):
     size = metadata.padded_size
-    return dataclasses.replace(metadata, tree_position_ids=torch.arange(size), max_position=size - 1)
+    broken = dataclasses.replace(metadata, tree_position_ids=torch.arange(size), max_position=size - 1)
+    broken._cache["validated"] = True  # its first use would refuse it
+    return broken
 
 
 def siblings_visible(metadata):
