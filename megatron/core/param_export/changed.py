@@ -63,7 +63,7 @@ def export_changed(
         elements = ChangedElements(plan, changed, sharded=sharded)
     except Exception as error:
         failed = error
-    told = _everyones(plan, torch.tensor([failed is not None, -1 if failed else receiver]))
+    told = plan.everyones(torch.tensor([failed is not None, -1 if failed else receiver]))
     if any(error for error, _ in told.tolist()):
         agree(failed, plan.group)
     receivers = told[:, 1].tolist()
@@ -260,20 +260,6 @@ def _divide(plan: Plan, position: torch.Tensor, low: int, high: int):
     return numbers, [length for length in lengths if length], first, flat
 
 
-def _device(plan: Plan) -> torch.device:
-    return plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
-
-
-def _everyones(plan: Plan, numbers: torch.Tensor) -> torch.Tensor:
-    """A few numbers of every rank, [ranks, *shape], on the plan's device. Collective."""
-    numbers = numbers.to(_device(plan))
-    if plan.ranks == 1:
-        return numbers[None]
-    everyone = [torch.empty_like(numbers) for _ in range(plan.ranks)]
-    dist.all_gather(everyone, numbers, group=plan.group)
-    return torch.stack(everyone)
-
-
 def _collect(plan: Plan, runs: list[_Run], receiver: int) -> dict[torch.dtype, list[_Run]]:
     """Every rank's runs, by the values' type, on the receiver. An element travels as its index (4 bytes, or
     8) and its value."""
@@ -289,8 +275,8 @@ def _collect(plan: Plan, runs: list[_Run], receiver: int) -> dict[torch.dtype, l
             for dtype in plan.dtypes
         ]
     )
-    device = _device(plan)
-    for rank, by_dtype in enumerate(_everyones(plan, sizes).tolist()):
+    device = plan.device
+    for rank, by_dtype in enumerate(plan.everyones(sizes).tolist()):
         for dtype, (count, elements) in zip(plan.dtypes, by_dtype, strict=True):
             if not count:
                 continue

@@ -118,7 +118,7 @@ class _Export:
     def __init__(self, plan: Plan, schedule: Schedule, to_host: bool, read):
         self.plan, self.schedule, self.to_host, self.read = plan, schedule, to_host, read
         self.failed: Exception | None = None
-        self.device = plan.entries[0].tensor.device if plan.entries else torch.device("cpu")
+        self.device = plan.device
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         groups = plan.process_groups
         self.groups = {"dense": getattr(groups, "tp", None), "expert": getattr(groups, "tp_ep", None)}
@@ -224,12 +224,8 @@ class _Export:
 
     def agree_on_reading(self) -> None:
         """Others have handed out what this rank could not read: all of them must know."""
-        failed = [0] * self.plan.ranks
-        failed[self.plan.rank] = int(self.failed is not None)
-        flags = torch.tensor(failed, device=self.device)
-        if self.plan.ranks > 1:
-            dist.all_reduce(flags, group=self.plan.group)
-        ranks = ", ".join(str(rank) for rank, flag in enumerate(flags.tolist()) if flag)
+        failed = self.plan.everyones(torch.tensor(int(self.failed is not None))).tolist()
+        ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
         if ranks and self.failed is None:
             raise RuntimeError(f"the values could not be read on rank {ranks}: what was handed out is wrong")
 

@@ -425,15 +425,23 @@ class Plan:
         """
         if readable is None:
             readable = self.is_readable()
-        stale = [0] * self.ranks
-        stale[self.rank] = int(not (readable and self._is_whole()))
-        if self.ranks > 1:
-            device = self.entries[0].tensor.device if self.entries else "cpu"
-            flags = torch.tensor(stale, device=device)
-            dist.all_reduce(flags, group=self.group)
-            stale = flags.tolist()
+        stale = self.everyones(torch.tensor(int(not (readable and self._is_whole())))).tolist()
         if any(stale):
             raise StalePlanError.on(stale)
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank's tensors."""
+        return self.entries[0].tensor.device if self.entries else torch.device("cpu")
+
+    def everyones(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A few numbers of every rank, [ranks, *shape], on the plan's device. Collective."""
+        numbers = numbers.to(self.device)
+        if self.ranks == 1:
+            return numbers[None]
+        everyone = [torch.empty_like(numbers) for _ in range(self.ranks)]
+        dist.all_gather(everyone, numbers, group=self.group)
+        return torch.stack(everyone)
 
     def to_full(self, tensor: torch.Tensor, index: torch.Tensor):
         """Map flat indices into a local tensor to full tensors.

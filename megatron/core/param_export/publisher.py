@@ -173,7 +173,7 @@ class Publisher:
         share = self._share()
         if plan.ranks == 1:
             return {name: share[name] for name in plan.expected}
-        return all_reduce(share, plan.expected, plan.group, self._device)
+        return all_reduce(share, plan.expected, plan.group, self.plan.device)
 
     # ---- one collective call -------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Publisher:
             failed[plan.rank], error = 1, caught
         row = [*stale, *failed, *(counts.get(n, 0) for n in names), *(signed(sums.get(n, 0)) for n in names)]
         if plan.ranks > 1:
-            reduced = torch.tensor(row, device=self._device)
+            reduced = torch.tensor(row, device=self.plan.device)
             dist.all_reduce(reduced, group=plan.group)
             row = reduced.tolist()
         stale, failed, row = row[: plan.ranks], row[plan.ranks : 2 * plan.ranks], row[2 * plan.ranks :]
@@ -324,15 +324,11 @@ class Publisher:
 
     # ---- ranks ---------------------------------------------------------------------------------------------
 
-    @property
-    def _device(self) -> torch.device:
-        return self.plan.entries[0].tensor.device if self.plan.entries else torch.device("cpu")
-
     def _broadcast(self, numbers: list[int], dtype=torch.int64) -> list[int]:
         """The sending rank's numbers on every rank; others give as many of their own."""
         if self.plan.ranks == 1:
             return numbers
-        row = torch.tensor(numbers, dtype=dtype, device=self._device)
+        row = torch.tensor(numbers, dtype=dtype, device=self.plan.device)
         dist.broadcast(row, group=self.plan.group, group_src=self.rank)
         return row.tolist()
 
