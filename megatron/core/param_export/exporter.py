@@ -132,7 +132,7 @@ class _Export:
             for step in [*self.schedule.steps, None]:
                 # Before the one ahead is waited for, so that it is packed while that one is gathered.
                 started = None if step is None else self.start(step)
-                if not current:  # the first is gathered meanwhile
+                if not current and (ahead is not None or step is None):  # two are gathered meanwhile
                     self.plan.require_current(self.readable)
                     current = True
                 if ahead is not None:

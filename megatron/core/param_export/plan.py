@@ -191,7 +191,8 @@ class Plan:
         for number, chunk in enumerate(chunks):
             problems += [f"chunk {number}: {problem}" for problem in self._read(number, chunk)]
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
-        self._as_read = [(entry.tensor, entry.tensor.dtype, entry.tensor.shape) for entry in self.entries]
+        tensors = [entry.tensor for entry in self.entries]
+        self._as_read = [(t, t.dtype, t.shape, _has_memory(t)) for t in tensors]
         entries = tuple(entry.record for entry in self.entries)
         content = Content(tuple(problems), self._shapes, self.expected, entries)
         self.members: list[Member] = exchange(self.position, content, group)
@@ -407,8 +408,8 @@ class Plan:
     def is_readable(self) -> bool:
         """Whether the plan's tensors have the type and the shape that they had, and memory."""
         return all(
-            tensor.dtype is dtype and tensor.shape == shape and not _is_emptied(tensor)
-            for tensor, dtype, shape in self._as_read
+            tensor.dtype is dtype and tensor.shape == shape and not (in_memory and tensor.data_ptr() == 0)
+            for tensor, dtype, shape, in_memory in self._as_read
         )
 
     def _is_whole(self) -> bool:
@@ -485,7 +486,7 @@ def _rank(groups, name: str) -> int:
     return group.rank() if group is not None else 0
 
 
-def _is_emptied(tensor: torch.Tensor) -> bool:
-    """Whether its memory was given up, as by ``untyped_storage().resize_(0)``."""
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has an address, unless its memory was given up, as by ``untyped_storage().resize_(0)``."""
     plain = type(tensor) in (torch.nn.Parameter, torch.Tensor)
-    return plain and tensor.data_ptr() == 0 and tensor.numel() > 0 and tensor.device.type != "meta"
+    return plain and tensor.numel() > 0 and tensor.device.type != "meta"
