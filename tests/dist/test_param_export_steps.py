@@ -1,5 +1,6 @@
 """How an export overlaps its steps, what memory that takes, and what is cached between exports."""
 
+import copy
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -196,6 +197,57 @@ def test_tensors_that_were_converted_or_emptied_are_refused(world, how):
     fields, path, _, _ = reference("qwen3")
     text = "the model's tensors were replaced, converted or emptied on rank 1: build a new plan"
     assert world(2, changed_after_planning, how, fields, path) == [text] * 2
+
+
+def replace_submodule(model):
+    layer = model.decoder.layers[0]
+    other = copy.copy(layer.mlp.linear_fc2)
+    other._parameters = {"weight": torch.nn.Parameter(other.weight.detach().clone())}
+    layer.mlp.linear_fc2 = other
+
+
+def replace_parameter_behind_its_back(model):
+    linear = model.decoder.layers[0].mlp.linear_fc2
+    linear._parameters["weight"] = torch.nn.Parameter(linear.weight.detach().clone())
+
+
+def remove_layer(model):
+    del model.decoder.layers[-1]
+
+
+STRUCTURES = {
+    "submodule replaced": (replace_submodule, False),
+    "parameter replaced": (replace_parameter_behind_its_back, False),
+    "layer removed": (remove_layer, False),
+    "parameter added": (lambda m: m.register_parameter("scale", torch.nn.Parameter(torch.ones(1))), False),
+    "buffer added": (lambda m: m.decoder.register_buffer("count", torch.zeros(1)), False),
+    "parameter removed": (lambda m: setattr(m.decoder.final_layernorm, "weight", None), False),
+    "passing buffer": (lambda m: m.register_buffer("cache", torch.zeros(1), persistent=False), True),
+    "submodule without tensors": (lambda m: setattr(m, "extra", torch.nn.Identity()), True),
+}
+
+
+def restructured(how, fields, path):
+    """What a plan says twice after a change of the modules, and once after it is undone."""
+    change, _ = STRUCTURES[how]
+    with parallel():
+        (model,), plan, _ = proven(fields, path)
+        names = ("_parameters", "_buffers", "_modules")
+        before = [(module, {name: {**getattr(module, name)} for name in names}) for module in model.modules()]
+        said = [plan.is_current()]
+        change(model)
+        said += [plan.is_current(), plan.is_current()]
+        for module, registries in before:
+            vars(module).update(registries)
+        return [*said, plan.is_current()]
+
+
+@pytest.mark.parametrize("how", STRUCTURES)
+def test_changes_of_the_modules_are_noticed(world, how):
+    fields, path, _, _ = reference("qwen3")
+    (said,) = world(1, restructured, how, fields, path)
+    _, current = STRUCTURES[how]
+    assert said == [True, current, current, True]
 
 
 def read_fails(how, fields, path):

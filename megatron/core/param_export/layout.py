@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter, is_
 
 import torch
 
@@ -154,22 +156,22 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def tensor_ids(model: torch.nn.Module) -> set[int]:
-    """``id`` of everything that :func:`named_tensors` names, in a tenth of the time: every export asks."""
-    out: set[int] = set()
-    modules: list[torch.nn.Module | None] = [model]
-    for module in modules:
-        if module is None:
-            continue
-        if module._parameters:
-            out.update(map(id, module._parameters.values()))
-        if module._buffers:
-            passing = module._non_persistent_buffers_set
-            out.update(id(buffer) for name, buffer in module._buffers.items() if name not in passing)
-        if module._modules:
-            modules += module._modules.values()
-    out.discard(id(None))
-    return out
+class Snapshot:
+    """What the modules of some models held, to see in a moment whether they still do: every export asks."""
+
+    _REGISTRIES = attrgetter("_parameters", "_buffers", "_modules")
+
+    def __init__(self, models: Iterable[torch.nn.Module]):
+        self.modules = [module for model in models for module in model.modules()]
+        self.held = self._look()
+
+    def _look(self) -> list:
+        registries = chain.from_iterable(map(self._REGISTRIES, self.modules))
+        return list(chain.from_iterable(map(dict.values, registries)))
+
+    def is_true(self) -> bool:
+        held = self._look()
+        return len(held) == len(self.held) and all(map(is_, held, self.held))
 
 
 def _owner(model, name):

@@ -18,9 +18,10 @@ from megatron.core.param_export.families.family import BoundFamily
 from megatron.core.param_export.layout import (
     COUNTED,
     LocalTensor,
+    Snapshot,
     model_chunks,
+    named_tensors,
     read_chunk,
-    tensor_ids,
     unwrap,
 )
 from megatron.core.param_export.members import (
@@ -193,6 +194,7 @@ class Plan:
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
         tensors = [entry.tensor for entry in self.entries]
         self._as_read = [(t, t.dtype, t.shape, _has_memory(t)) for t in tensors]
+        self._snapshot = Snapshot(self.models)
         entries = tuple(entry.record for entry in self.entries)
         content = Content(tuple(problems), self._shapes, self.expected, entries)
         self.members: list[Member] = exchange(self.position, content, group)
@@ -413,7 +415,15 @@ class Plan:
         )
 
     def _is_whole(self) -> bool:
-        return set().union(*map(tensor_ids, self.models)) == self._by_tensor.keys()
+        """Whether the model's tensors are the plan's: surely if no module holds anything else than before."""
+        if self._snapshot.is_true():
+            return True
+        if {
+            id(tensor) for model in self.models for _, tensor in named_tensors(model)
+        } != self._by_tensor.keys():
+            return False
+        self._snapshot = Snapshot(self.models)
+        return True
 
     def require_current(self, readable: bool | None = None) -> None:
         """Refuse to export tensors that the model no longer uses. Collective; one small reduction.
