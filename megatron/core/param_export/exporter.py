@@ -190,14 +190,18 @@ class _Export:
         soon after."""
         if not self.readable:
             return
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for run, place in runs:
+        places: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for run, bytes_ in runs:
             for fill in run.fills:
-                values = fill.tensors if self.read is None else map(self.values, fill.tensors)
-                copies += map(_as_copied, fill.places(place), values)
-        if copies:
-            to, values = zip(*copies, strict=True)
-            torch._foreach_copy_(to, values)
+                here = fill.places(bytes_)
+                places += here
+                if self.read is None and fill.ordinary:
+                    values += fill.tensors
+                else:
+                    values += [self.value(tensor).reshape(here[0].shape) for tensor in fill.tensors]
+        if places:
+            torch._foreach_copy_(places, values)
 
     def pass_on_and_gather(self, part: Part, rows, row, whole) -> Iterator[dist.Work]:
         for run, place in ((part.row, row), (part.whole, whole)):
@@ -209,8 +213,10 @@ class _Export:
             given = row if dist.get_backend(group) == "nccl" else row.clone()
             yield dist.all_gather_into_tensor(rows, given, group=group, async_op=True)
 
-    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """What ``read`` gives for a tensor; or if that is of no use, anything, and the error is for later."""
+        if self.read is None:
+            return tensor
         try:
             found = self.read(tensor)
             if (found.dtype, found.numel()) == (tensor.dtype, tensor.numel()):
@@ -286,11 +292,3 @@ class _Export:
             host.copy_(tensor, non_blocking=True)
         self.main.synchronize()
         return out
-
-
-def _as_copied(place: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As they are, which is fast; as vectors what ``read`` gave in another shape, and Transformer Engine's
-    grouped parameters, which become plain tensors by that."""
-    if type(value) in (torch.nn.Parameter, torch.Tensor) and value.shape == place.shape:
-        return place, value
-    return place.view(-1), value.reshape(-1)

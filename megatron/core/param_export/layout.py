@@ -147,6 +147,11 @@ def _is_plain(data: torch.Tensor) -> bool:
     return grouped or type(data) is torch.Tensor
 
 
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether operations take it as it is: no subclass, as Transformer Engine's grouped parameter is."""
+    return type(tensor) in (torch.nn.Parameter, torch.Tensor)
+
+
 def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and persistent buffer, by name."""
     yield from model.named_parameters()

@@ -19,6 +19,7 @@ from megatron.core.param_export.layout import (
     COUNTED,
     LocalTensor,
     Snapshot,
+    is_ordinary,
     model_chunks,
     named_tensors,
     read_chunk,
@@ -498,5 +499,4 @@ def _rank(groups, name: str) -> int:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether it has an address, unless its memory was given up, as by ``untyped_storage().resize_(0)``."""
-    plain = type(tensor) in (torch.nn.Parameter, torch.Tensor)
-    return plain and tensor.numel() > 0 and tensor.device.type != "meta"
+    return is_ordinary(tensor) and tensor.numel() > 0 and tensor.device.type != "meta"

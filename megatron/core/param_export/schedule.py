@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.core.param_export.layout import is_ordinary
 from megatron.core.param_export.plan import Plan
 from megatron.weight_sync.boxes import Box
 
@@ -25,10 +26,11 @@ ALIGN = 128  # bytes
 @dataclass(frozen=True)
 class Fill:
     """Local tensors of one type and shape, at equal distances in a run: sizes, strides and offset of where
-    they go, in elements, with a dimension more for several.
+    they go, in elements, with a dimension more for several. Those that are not ``ordinary`` go as vectors.
     """
 
     tensors: list[torch.Tensor]
+    ordinary: bool
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -62,14 +64,17 @@ class Run:
 
     def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:
         """The tensors are those of the kind's entries on this rank."""
-        alike: dict[tuple[torch.dtype, torch.Size], list[tuple[int, int]]] = {}
+        alike: dict[tuple[bool, torch.dtype, tuple[int, ...]], list[tuple[int, int]]] = {}
         for number, offset in self.places:
             tensor = tensors[number]
-            alike.setdefault((tensor.dtype, tensor.shape), []).append((offset // tensor.itemsize, number))
-        for (dtype, shape), members in alike.items():
+            ordinary = is_ordinary(tensor)
+            shape = tuple(tensor.shape) if ordinary else (tensor.numel(),)
+            members = alike.setdefault((ordinary, tensor.dtype, shape), [])
+            members.append((offset // tensor.itemsize, number))
+        for (ordinary, dtype, shape), members in alike.items():
             for run in equal_distances(sorted(members), 1):
-                place = _spread(tuple(shape), _contiguous(shape), run)
-                self.fills.append(Fill([tensors[number] for _, number in run], dtype, *place))
+                place = _spread(shape, _contiguous(shape), run)
+                self.fills.append(Fill([tensors[number] for _, number in run], ordinary, dtype, *place))
 
 
 @dataclass
