@@ -7,6 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -423,6 +424,7 @@ def test_broken_experts_are_refused(world, how, message):
 
 def misuse(fields):
     from megatron.core.param_export import StalePlanError, build_plan, export, export_changed, load
+    from megatron.core.param_export.exporter import receiving_ranks
     from tests.dist import export_models
 
     hf = SimpleNamespace(**fields)
@@ -434,7 +436,10 @@ def misuse(fields):
             with pytest.raises(ValueError, match="the plan is not proven: call prove"):
                 use()
         plan.prove()
-        for receivers in ([1], "some", [], -1, True, [True], 1.0, [0.0], None):
+        assert receiving_ranks(plan, torch.tensor(0)) == receiving_ranks(plan, torch.tensor([0])) == [0]
+        assert receiving_ranks(plan, np.array([0])) == receiving_ranks(plan, np.int64(0)) == [0]
+        wrong = ([1], "some", [], -1, True, [True], 1.0, [0.0], None, {"a": 1}, object())
+        for receivers in (*wrong, torch.tensor(1), torch.tensor([0.0]), torch.tensor([[0]]), np.array([])):
             with pytest.raises(ValueError, match=r"receivers: 'all', 'nodes' or ranks of 0..0, got") as error:
                 export(plan, receivers)
             told.append(str(error.value))

@@ -25,6 +25,8 @@ def named(groups, fields, mtp, layout=None, te=False):
             for chunk in chunks:
                 te_stand_ins.as_transformer_engine(chunk)
         pairs = list(named_params_and_buffers(None, chunks))
+        if len(chunks) == 1:
+            assert [name for name, _ in named_params_and_buffers(None, chunks[0])] == [n for n, _ in pairs]
         plain = [name for name, _ in named_params_and_buffers(None, chunks, convert_to_global_name=False)]
         live = {id(p) for chunk in chunks for p in [*chunk.parameters(), *chunk.buffers()]}
         assert all(id(tensor) in live for _, tensor in pairs)

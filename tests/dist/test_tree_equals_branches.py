@@ -64,6 +64,7 @@ MODELS = {
     "gqa-tied": dict(model={}, tied=True),
     "gqa-learned-positions": dict(model={}, embedding="learned_absolute"),
     "gqa-qk-norm-interleaved-rope": dict(model=dict(qk_layernorm=True, rotary_interleaved=True)),
+    "gqa-mrope": dict(model=dict(mrope_section=[2, 1, 1]), embedding="mrope"),
     "mqa": dict(model=dict(num_query_groups=1)),
     "gqa-window": dict(model=dict(window_size=(3, 0), window_attn_skip_freq=2)),
     "gqa-learnable-sink": dict(model=dict(softmax_type="learnable")),

@@ -197,6 +197,13 @@ class Side:
         return loss_func
 
 
+def rope_positions(cfg, positions_bT):
+    """What the model takes; M-RoPE three axes, here with three meanings: [3, b, T]."""
+    if cfg.mrope_section is None:
+        return positions_bT
+    return torch.stack([positions_bT, positions_bT // 2, 3 * positions_bT % 7])
+
+
 def run_trees(side, trees, alter=None):
     """``alter(metadata) -> metadata`` breaks something on purpose."""
 
@@ -206,7 +213,7 @@ def run_trees(side, trees, alter=None):
         first = parallel_state.is_pipeline_first_stage()
         output = model(
             tree.tokens[None] if first else None,  # as upstream's schedules: no ids on later stages
-            tree.metadata.tree_position_ids[None] if first else None,
+            rope_positions(side.cfg, tree.metadata.tree_position_ids[None]) if first else None,
             None,
             packed_seq_params=metadata.packed_seq_params(),
         )
@@ -231,7 +238,7 @@ def run_branches(side, trees, multiple=1):
         tokens = torch.zeros(len(tree.paths), length, dtype=torch.int64, device=here())
         for row, path in enumerate(tree.paths):
             tokens[row, : len(path)] = tree.tokens[path]
-        output = model(tokens, positions.expand(len(tokens), -1), mask)
+        output = model(tokens, rope_positions(side.cfg, positions.expand(len(tokens), -1)), mask)
 
         def branches(logits):
             for row, (path, weights) in enumerate(zip(tree.paths, tree.weights, strict=True)):

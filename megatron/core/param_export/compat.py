@@ -106,7 +106,7 @@ def _arrange(name: str, param: torch.Tensor, gathered: torch.Tensor | None, gate
 
 def named_params_and_buffers(
     args,
-    model: Sequence[torch.nn.Module],
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     convert_to_global_name: bool = True,
     translate_gpu_to_cpu: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,7 +114,7 @@ def named_params_and_buffers(
 
     Args:
         args: unused: layer and expert numbers are read from the modules, not computed from arguments.
-        model: the model chunks, wrapped or not.
+        model: the model chunks, wrapped or not; or the one that there is.
         convert_to_global_name: ``module.module.decoder.layers.N.…`` with N counted over the whole model,
             experts numbered over all ranks, and MTP layers as
             ``module.module.mtp.layers.N.transformer_layer.…``. False: ``vp_stages.I.…`` with the names of
@@ -126,7 +126,8 @@ def named_params_and_buffers(
     """
     del args
     backup = memory_saver_backups() if translate_gpu_to_cpu else lambda tensor: tensor
-    for stage, chunk in enumerate(model):
+    single = isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList)
+    for stage, chunk in enumerate([model] if single else model):
         inner = unwrap(chunk)
         rename = _global_names(inner) if convert_to_global_name else None
         for name, tensor in _live(inner):
