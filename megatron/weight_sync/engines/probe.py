@@ -40,16 +40,16 @@ def discover(
 ) -> dict[str, Target]:
     """Targets for every tensor of ``table``, on this rank.
 
-    Time and memory grow with the checkpoint, whatever its tensors' sizes; the engine's device computes, in
-    chunks, and holds one full tensor at a time as in any load.
+    Time grows with the checkpoint. The engine's device computes, in chunks, and holds one full tensor at a
+    time as in any load.
 
     Args:
         table: checkpoint name → (full shape, dtype).
         live: the engine's parameters and persistent buffers. Tensors that share storage may be listed twice.
         load: the engine's own loader: called with (name, full tensor) pairs, any subset of the names at a
             time.
-        batch_elements: how many checkpoint elements are probed at a time, or one tensor if that has more;
-            about 8 bytes of host memory for each that this rank holds.
+        batch_elements: how many checkpoint elements are probed at a time, with about 8 bytes of the engine's
+            device for each that this rank holds. A tensor of more is probed alone, in host memory.
 
     Raises:
         UnsupportedLayout: for a tensor whose live form is not boxes of its own dtype. Tensors that this rank
@@ -65,7 +65,7 @@ def discover(
     # that finds nothing more. What is then left is on other ranks, or in no live tensor.
     while names:
         for batch, near in _batches(names, table, storages, load, batch_elements):
-            found |= _probe(batch, table, near, load)
+            found |= _probe(batch, table, near, load, batch_elements)
         lost = [name for name in names if not found[name]]
         if len(lost) == len(names):
             break
@@ -193,28 +193,24 @@ def _run(load: Load, tensors: Iterator, names: list[str]) -> None:
 # ---- reading back ------------------------------------------------------------------------------------------
 
 
-def _to_host(
-    flat: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    """``compute`` of live elements, a chunk at a time, in host memory."""
-    out = torch.empty(len(flat), dtype=dtype)
-    for there, part in zip(out.split(_CHUNK), flat.split(_CHUNK), strict=True):
-        there.copy_(compute(part))
-    return out
-
-
 class _Reached:
-    """Live elements that a batch reaches: a span of one storage, what is read there in host memory."""
+    """Live elements that a batch reaches: a span of one storage. What is read there is kept on its device if
+    it is no longer than ``kept``, else in host memory."""
 
-    def __init__(self, live_name: str, flat: torch.Tensor, mask: torch.Tensor):
-        inside = mask.view(torch.uint8)
-        self.begin, end = int(inside.argmax()), len(mask) - int(inside.flip(0).argmax())
-        self.live_name, self.flat, self.span = live_name, flat, flat[self.begin : end]
-        self.mask = mask[self.begin : end].clone()
+    def __init__(self, live_name: str, flat: torch.Tensor, begin: int, end: int, pattern: int, kept: int):
+        self.live_name, self.flat, self.begin, self.span = live_name, flat, begin, flat[begin:end]
+        self.memory = flat.device if len(self.span) <= kept else torch.device("cpu")
+        self.mask = self._of_chunks(lambda part: _digits(part) == pattern, torch.bool)
+
+    def _of_chunks(self, compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(len(self.span), dtype=dtype, device=self.memory)
+        for there, part in zip(out.split(_CHUNK), self.span.split(_CHUNK), strict=True):
+            there.copy_(compute(part))
+        return out
 
     def read(self) -> torch.Tensor:
         """int16: the digits that are there now; -1 where none is."""
-        return _to_host(self.span, _digits, torch.int16)
+        return self._of_chunks(_digits, torch.int16)
 
     def clear(self) -> None:
         """Leave no pattern behind, which the next batch could take for its own."""
@@ -222,9 +218,9 @@ class _Reached:
             part.masked_fill_(mask.to(part.device), 0)
 
 
-def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[torch.Tensor, Box]]]:
+def _probe(names, table: Table, storages, load: Load, kept: int) -> dict[str, list[tuple[torch.Tensor, Box]]]:
     device = _device(storages)
-    reached = _reached(names, table, storages, load)
+    reached = _reached(names, table, storages, load, kept)
     _run(load, _constants(names, table, range(len(names)), device), names)
     which = [part.read() for part in reached]
     largest = max(math.prod(table[name][0]) for name in names)
@@ -263,15 +259,16 @@ def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[to
     return found
 
 
-def _reached(names, table: Table, storages, load: Load) -> list[_Reached]:
+def _reached(names, table: Table, storages, load: Load, kept: int) -> list[_Reached]:
     """Where live elements take one constant after the other."""
     first, second, out = 1, _BASE - 2, []
     _run(load, _constants(names, table, [first] * len(names), _device(storages)), names)
     for live_name, flat in storages:
-        if flat.element_size() in (2, 4):
-            mask = _to_host(flat, lambda part: _digits(part) == first, torch.bool)
-            if mask.any():
-                out.append(_Reached(live_name, flat, mask))
+        parts = flat.split(_CHUNK) if flat.element_size() in (2, 4) else ()
+        chunks = [k for k, part in enumerate(parts) if (_digits(part) == first).any()]
+        if chunks:
+            begin, end = chunks[0] * _CHUNK, (chunks[-1] + 1) * _CHUNK
+            out.append(_Reached(live_name, flat, begin, end, first, kept))
     _run(load, _constants(names, table, [second] * len(names), _device(storages)), names)
     for part in out:
         part.mask &= part.read() == second
