@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -31,6 +31,8 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 _BITS = 14  # of a digit
 _BASE = 1 << _BITS
 _FIRST = 0x0400  # the smallest normal number in fp16; also a normal number in bf16
+_FIRST_SEEN, _THEN_SEEN = 1, _BASE - 2  # the digits of the two passes that show what is reached
+_BYTES_READ = 10  # for each element at most: two masks, the digit of a name and three of an index
 _MAX_BOXES = 64
 _CHUNK = 1 << 24  # elements that are computed with at a time: 0.3 GB of the engine's device
 
@@ -41,15 +43,16 @@ def discover(
     """Targets for every tensor of ``table``, on this rank.
 
     Time grows with the checkpoint. The engine's device computes, in chunks, and holds one full tensor at a
-    time as in any load.
+    time as in any load. What is read back stays there while half of the free memory holds it, which is far
+    faster than host memory.
 
     Args:
         table: checkpoint name → (full shape, dtype).
         live: the engine's parameters and persistent buffers. Tensors that share storage may be listed twice.
         load: the engine's own loader: called with (name, full tensor) pairs, any subset of the names at a
             time.
-        batch_elements: how many checkpoint elements are probed at a time, with about 8 bytes of the engine's
-            device for each that this rank holds. A tensor of more is probed alone, in host memory.
+        batch_elements: how many checkpoint elements are probed at a time, or one tensor if that has more;
+            up to 10 bytes for each that this rank holds are read back.
 
     Raises:
         UnsupportedLayout: for a tensor whose live form is not boxes of its own dtype. Tensors that this rank
@@ -65,11 +68,13 @@ def discover(
     # that finds nothing more. What is then left is on other ranks, or in no live tensor.
     while names:
         for batch, near in _batches(names, table, storages, load, batch_elements):
-            found |= _probe(batch, table, near, load, batch_elements)
+            found |= _probe(batch, table, near, load)
         lost = [name for name in names if not found[name]]
         if len(lost) == len(names):
             break
         names = lost
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # others on this device may need what was read back here
     return {name: Target(*table[name], tuple(pieces)) for name, pieces in found.items()}
 
 
@@ -161,14 +166,13 @@ def _digits(values: torch.Tensor) -> torch.Tensor:
     return torch.where(digit & -_BASE == 0, digit, -1)
 
 
-def _constants(names: list[str], table: Table, digits: Iterable[int], device) -> Iterator:
+def _constants(names: list[str], table: Table, digits: list[int], device) -> Iterator:
     """(name, tensor that is one digit's pattern everywhere)."""
-    for name, digit in zip(names, digits, strict=True):
+    digits = torch.tensor(digits)
+    values = {dtype: _pattern(digits, dtype).tolist() for dtype in {table[name][1] for name in names}}
+    for k, name in enumerate(names):
         shape, dtype = table[name]
-        yield (
-            name,
-            torch.full(shape, _pattern(torch.tensor([digit]), dtype).item(), dtype=dtype, device=device),
-        )
+        yield name, torch.full(shape, values[dtype][k], dtype=dtype, device=device)
 
 
 def _indices(names: list[str], table: Table, shift: int, device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -193,14 +197,19 @@ def _run(load: Load, tensors: Iterator, names: list[str]) -> None:
 # ---- reading back ------------------------------------------------------------------------------------------
 
 
-class _Reached:
-    """Live elements that a batch reaches: a span of one storage. What is read there is kept on its device if
-    it is no longer than ``kept``, else in host memory."""
+def _memory_for(nbytes: int, device: torch.device) -> torch.device:
+    """The engine's device if half of what is free there holds as much, else the host's memory."""
+    fits = device.type == "cuda" and nbytes <= torch.cuda.mem_get_info(device)[0] // 2
+    return device if fits else torch.device("cpu")
 
-    def __init__(self, live_name: str, flat: torch.Tensor, begin: int, end: int, pattern: int, kept: int):
+
+class _Reached:
+    """Live elements that a batch reaches: a span of one storage. What is read there is kept in ``memory``."""
+
+    def __init__(self, live_name: str, flat: torch.Tensor, begin: int, end: int, memory: torch.device):
         self.live_name, self.flat, self.begin, self.span = live_name, flat, begin, flat[begin:end]
-        self.memory = flat.device if len(self.span) <= kept else torch.device("cpu")
-        self.mask = self._of_chunks(lambda part: _digits(part) == pattern, torch.bool)
+        self.memory = memory
+        self.mask = self._of_chunks(lambda part: _digits(part) == _FIRST_SEEN, torch.bool)
 
     def _of_chunks(self, compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(len(self.span), dtype=dtype, device=self.memory)
@@ -218,10 +227,10 @@ class _Reached:
             part.masked_fill_(mask.to(part.device), 0)
 
 
-def _probe(names, table: Table, storages, load: Load, kept: int) -> dict[str, list[tuple[torch.Tensor, Box]]]:
+def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[torch.Tensor, Box]]]:
     device = _device(storages)
-    reached = _reached(names, table, storages, load, kept)
-    _run(load, _constants(names, table, range(len(names)), device), names)
+    reached = _reached(names, table, storages, load)
+    _run(load, _constants(names, table, list(range(len(names))), device), names)
     which = [part.read() for part in reached]
     largest = max(math.prod(table[name][0]) for name in names)
     index: list[list[torch.Tensor]] = [[] for _ in reached]
@@ -259,19 +268,21 @@ def _probe(names, table: Table, storages, load: Load, kept: int) -> dict[str, li
     return found
 
 
-def _reached(names, table: Table, storages, load: Load, kept: int) -> list[_Reached]:
+def _reached(names, table: Table, storages, load: Load) -> list[_Reached]:
     """Where live elements take one constant after the other."""
-    first, second, out = 1, _BASE - 2, []
-    _run(load, _constants(names, table, [first] * len(names), _device(storages)), names)
+    device = _device(storages)
+    _run(load, _constants(names, table, [_FIRST_SEEN] * len(names), device), names)
+    spans = []
     for live_name, flat in storages:
         parts = flat.split(_CHUNK) if flat.element_size() in (2, 4) else ()
-        chunks = [k for k, part in enumerate(parts) if (_digits(part) == first).any()]
+        chunks = [k for k, part in enumerate(parts) if (_digits(part) == _FIRST_SEEN).any()]
         if chunks:
-            begin, end = chunks[0] * _CHUNK, (chunks[-1] + 1) * _CHUNK
-            out.append(_Reached(live_name, flat, begin, end, first, kept))
-    _run(load, _constants(names, table, [second] * len(names), _device(storages)), names)
+            spans.append((live_name, flat, chunks[0] * _CHUNK, min((chunks[-1] + 1) * _CHUNK, len(flat))))
+    memory = _memory_for(_BYTES_READ * sum(end - begin for _, _, begin, end in spans), torch.device(device))
+    out = [_Reached(*span, memory) for span in spans]
+    _run(load, _constants(names, table, [_THEN_SEEN] * len(names), device), names)
     for part in out:
-        part.mask &= part.read() == second
+        part.mask &= part.read() == _THEN_SEEN
     return [part for part in out if part.mask.any()]
 
 
@@ -294,39 +305,49 @@ def _extents(ids: torch.Tensor, device) -> list[tuple[int, int, int, int]]:
 # ---- fitting -----------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Pairs:
-    """Live positions, rising, and the checkpoint indices that are there; computed when asked for, a part at a
-    time, on ``device``."""
+    """Live positions, rising, and the checkpoint indices that are there: computed on ``device``, at once, or
+    if there are more than ``_CHUNK`` a part at a time when asked for."""
 
-    positions: range | torch.Tensor
-    digits: list[torch.Tensor]
-    device: torch.device | str = "cpu"
+    def __init__(
+        self,
+        positions: range | torch.Tensor,
+        digits: list[torch.Tensor],
+        device: torch.device | str = "cpu",
+    ):
+        self.positions, self.digits, self.device = positions, digits, device
+        self.computed: torch.Tensor | None = None
+        if 0 < len(positions) <= _CHUNK:
+            self.computed = self.indices(0, len(positions))
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def part(self, a: int, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pairs a to b - 1: (positions, indices), int64."""
-        if isinstance(self.positions, range):
-            positions = torch.arange(self.positions[a], self.positions[b - 1] + 1, device=self.device)
-        else:
-            positions = self.positions[a:b].to(self.device)
-        return positions, sum(
-            digit[a:b].to(self.device).long() << _BITS * k for k, digit in enumerate(self.digits)
-        )
-
     def __getitem__(self, i: int) -> tuple[int, int]:
-        position, index = self.part(i, i + 1)
-        return int(position), int(index)
+        return int(self.positions[i]), int(self.indices(i, i + 1))
+
+    def indices(self, a: int, b: int) -> torch.Tensor:
+        """Of pairs a to b - 1, int64; negative where no digit was found."""
+        if self.computed is not None:
+            return self.computed[a:b]
+        digits = (digit[a:b].to(self.device).long() << _BITS * k for k, digit in enumerate(self.digits))
+        return reduce(torch.bitwise_or, digits)
 
     def outside(self, limit: int) -> bool:
         """Whether an index is none, or not below ``limit``."""
-        return any(
-            min(int(digit[a : a + _CHUNK].min()) for digit in self.digits) < 0
-            or int(self.part(a, min(a + _CHUNK, len(self)))[1].max()) >= limit
-            for a in range(0, len(self), _CHUNK)
-        )
+        for a in range(0, len(self), _CHUNK):
+            low, high = torch.stack(self.indices(a, min(a + _CHUNK, len(self))).aminmax()).tolist()
+            if low < 0 or high >= limit:
+                return True
+        return False
+
+    def differ(self, a: int, b: int, block: int, step: tuple[int, int]) -> torch.Tensor:
+        """bool: which of the pairs a to b - 1 are not those ``block`` before them, shifted by ``step``."""
+        out = self.indices(a, b) - self.indices(a - block, b - block) != step[1]
+        if isinstance(self.positions, range):
+            return out | (block != step[0])
+        positions = (self.positions[a - block : b]).to(self.device)
+        return out | (positions[block:] - positions[:-block] != step[0])
 
 
 def fit(name: str, pairs: Pairs, limit: int = _MAX_BOXES) -> list[Box] | None:
@@ -370,14 +391,14 @@ def _longest_nest(pairs: Pairs, begin: int):
 def _repeats(pairs: Pairs, begin: int, block: int, step: tuple[int, int]) -> int:
     """How often the ``block`` pairs from ``begin`` are there one after the other, each time shifted by
     ``step``: how far every pair is the one a block before it, shifted."""
-    same, end, size = 0, len(pairs) - begin - block, min(1 << 12, _CHUNK)
-    while same < end:
-        n = min(size, end - same)
-        before = pairs.part(begin + same, begin + same + n)
-        after = pairs.part(begin + same + block, begin + same + block + n)
-        other = ((after[0] - before[0] != step[0]) | (after[1] - before[1] != step[1])).nonzero()
-        if len(other):
-            same += int(other[0])
+    first = begin + block
+    same, size = 0, min(1 << 14, _CHUNK)
+    while first + same < len(pairs):
+        a = first + same
+        b = min(a + size, len(pairs))
+        others = pairs.differ(a, b, block, step).nonzero()
+        if len(others):
+            same += int(others[0])
             break
-        same, size = same + n, min(8 * size, _CHUNK)
+        same, size = b - first, min(16 * size, _CHUNK)
     return 1 + same // block
