@@ -188,18 +188,23 @@ CHANGES = {
 
 
 def changed_after_planning(how, fields, path):
-    """On one of two ranks, one tensor is no longer what the plan knows."""
+    """On one of two ranks, one tensor is no longer what the plan knows; later it is again."""
     import torch.distributed as dist
 
     from megatron.core.param_export import StalePlanError, export
 
     with parallel(tp=2):
-        chunks, plan, _ = proven(fields, path)
+        chunks, plan, state = proven(fields, path)
+        tensor = chunks[0].decoder.layers[1].mlp.linear_fc1.weight
+        old, values = tensor.data, tensor.data.clone()
         if dist.get_rank() == 1:
-            CHANGES[how](chunks[0].decoder.layers[1].mlp.linear_fc1.weight)
+            CHANGES[how](tensor)
             assert not plan.is_current()
         with pytest.raises(StalePlanError) as error:
             next(export(plan))
+        old.untyped_storage().resize_(values.nbytes)
+        tensor.data = old.copy_(values)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in export(plan))
         return str(error.value)
 
 
@@ -226,15 +231,36 @@ def remove_layer(model):
     del model.decoder.layers[-1]
 
 
-STRUCTURES = {
+def swap_layers(model):
+    layers = model.decoder.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def swap_parameters(model):
+    first, second = (layer.mlp.linear_fc2 for layer in model.decoder.layers[:2])
+    first.weight, second.weight = second.weight, first.weight
+
+
+def add_cache(model):
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+
+
+def add_scripted(model):
+    model.extra = torch.jit.script(torch.nn.Identity())
+
+
+STRUCTURES = {  # a change, and whether the plan is still current
     "submodule replaced": (replace_submodule, False),
     "parameter replaced": (replace_parameter_behind_its_back, False),
     "layer removed": (remove_layer, False),
+    "layers swapped": (swap_layers, False),
+    "parameters swapped": (swap_parameters, False),
     "parameter added": (lambda m: m.register_parameter("scale", torch.nn.Parameter(torch.ones(1))), False),
     "buffer added": (lambda m: m.decoder.register_buffer("count", torch.zeros(1)), False),
     "parameter removed": (lambda m: setattr(m.decoder.final_layernorm, "weight", None), False),
-    "passing buffer": (lambda m: m.register_buffer("cache", torch.zeros(1), persistent=False), True),
+    "buffer that is not persistent": (add_cache, True),
     "submodule without tensors": (lambda m: setattr(m, "extra", torch.nn.Identity()), True),
+    "scripted submodule": (add_scripted, True),
 }
 
 
@@ -257,8 +283,8 @@ def restructured(how, fields, path):
 def test_changes_of_the_modules_are_noticed(world, how):
     fields, path, _, _ = reference("qwen3")
     (said,) = world(1, restructured, how, fields, path)
-    _, current = STRUCTURES[how]
-    assert said == [True, current, current, True]
+    _, still_current = STRUCTURES[how]
+    assert said == [True, still_current, still_current, True]
 
 
 def read_fails(how, fields, path):

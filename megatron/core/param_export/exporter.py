@@ -133,7 +133,8 @@ class _Export:
             for step in [*self.schedule.steps, None]:
                 # Before the one ahead is waited for, so that it is packed while that one is gathered.
                 started = None if step is None else self.start(step)
-                if not current and (ahead is not None or step is None):  # two are gathered meanwhile
+                # Two are gathered meanwhile, or all that there are; nothing is handed out before.
+                if not current and (ahead is not None or step is None):
                     self.plan.require_current(self.readable)
                     current = True
                 if ahead is not None:
@@ -193,14 +194,14 @@ class _Export:
             return
         places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        for run, bytes_ in runs:
+        for run, run_bytes in runs:
             for fill in run.fills:
-                here = fill.places(bytes_)
-                places += here
+                into = fill.places(run_bytes)
+                places += into
                 if self.read is None and fill.ordinary:
                     values += fill.tensors
                 else:
-                    values += [self.value(tensor).reshape(here[0].shape) for tensor in fill.tensors]
+                    values += [self.read_one(tensor).reshape(into[0].shape) for tensor in fill.tensors]
         if places:
             torch._foreach_copy_(places, values)
 
@@ -214,7 +215,7 @@ class _Export:
             given = row if dist.get_backend(group) == "nccl" else row.clone()
             yield dist.all_gather_into_tensor(rows, given, group=group, async_op=True)
 
-    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+    def read_one(self, tensor: torch.Tensor) -> torch.Tensor:
         """What ``read`` gives for a tensor; or if that is of no use, anything, and the error is for later."""
         if self.read is None:
             return tensor

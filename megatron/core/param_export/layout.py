@@ -162,7 +162,8 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Snapshot:
-    """What the modules of some models held, to see in a moment whether they still do: every export asks."""
+    """What the modules of some models hold, to see in a moment whether they still do: every export asks. It
+    keeps all of it alive."""
 
     _REGISTRIES = attrgetter("_parameters", "_buffers", "_modules")
 
@@ -172,11 +173,11 @@ class Snapshot:
 
     def _look(self) -> list:
         registries = chain.from_iterable(map(self._REGISTRIES, self.modules))
-        return list(chain.from_iterable(map(dict.values, registries)))
+        return list(chain.from_iterable(registry.values() for registry in registries))
 
-    def is_true(self) -> bool:
-        held = self._look()
-        return len(held) == len(self.held) and all(map(is_, held, self.held))
+    def holds(self) -> bool:
+        now = self._look()
+        return len(now) == len(self.held) and all(map(is_, now, self.held))
 
 
 def _owner(model, name):

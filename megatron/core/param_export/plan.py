@@ -73,6 +73,7 @@ class PlanEntry:
         owner: in the proof, this rank owns the values; the other holders are declared replicas.
         record: what the other ranks know of it.
         form: tensors of one form are divided alike; only where their boxes lie in full tensors differs.
+        shape: that the tensor had when the plan was built (its dtype: ``record.dtype``).
     """
 
     chunk: int
@@ -82,6 +83,7 @@ class PlanEntry:
     owner: bool
     record: EntryRecord
     form: int
+    shape: torch.Size
 
     @property
     def global_name(self) -> str:
@@ -193,8 +195,7 @@ class Plan:
         for number, chunk in enumerate(chunks):
             problems += [f"chunk {number}: {problem}" for problem in self._read(number, chunk)]
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
-        tensors = [entry.tensor for entry in self.entries]
-        self._as_read = [(t, t.dtype, t.shape, _has_memory(t)) for t in tensors]
+        self._as_read = [(e.tensor, e.record.dtype, e.shape, _shows_emptying(e.tensor)) for e in self.entries]
         self._snapshot = Snapshot(self.models)
         entries = tuple(entry.record for entry in self.entries)
         content = Content(tuple(problems), self._shapes, self.expected, entries)
@@ -267,7 +268,8 @@ class Plan:
         owner = sharer and _rank(self.process_groups, REPLICA[kind]) == 0
         division = record.numel, *((b.size, b.local_offset, b.local_stride, b.full_stride) for b in boxes)
         form = self._forms.setdefault(division, len(self._forms))
-        return PlanEntry(number, local.name, local.tensor, tuple(cut), owner, record, form)
+        shape = local.tensor.shape
+        return PlanEntry(number, local.name, local.tensor, tuple(cut), owner, record, form, shape)
 
     def _cut_vocabulary(self, piece: Piece) -> tuple[Piece | None, list[Affine]]:
         """Rows from the vocabulary size on are padding: (kept piece or None, removed local boxes)."""
@@ -411,17 +413,19 @@ class Plan:
     def is_readable(self) -> bool:
         """Whether the plan's tensors have the type and the shape that they had, and memory."""
         return all(
-            tensor.dtype is dtype and tensor.shape == shape and not (in_memory and tensor.data_ptr() == 0)
-            for tensor, dtype, shape, in_memory in self._as_read
+            tensor.dtype is dtype and tensor.shape == shape and not (plain and tensor.data_ptr() == 0)
+            for tensor, dtype, shape, plain in self._as_read
         )
 
     def _is_whole(self) -> bool:
-        """Whether the model's tensors are the plan's: surely if no module holds anything else than before."""
-        if self._snapshot.is_true():
+        """Whether the model holds the plan's tensors under their names. That is so if every module holds the
+        very objects that it held; else the model is walked, and a change that concerns no tensor is
+        remembered."""
+        if self._snapshot.holds():
             return True
-        if {
-            id(tensor) for model in self.models for _, tensor in named_tensors(model)
-        } != self._by_tensor.keys():
+        models = enumerate(self.models)
+        found = {(k, name, id(tensor)) for k, model in models for name, tensor in named_tensors(model)}
+        if found != {(entry.chunk, entry.name, id(entry.tensor)) for entry in self.entries}:
             return False
         self._snapshot = Snapshot(self.models)
         return True
@@ -497,6 +501,7 @@ def _rank(groups, name: str) -> int:
     return group.rank() if group is not None else 0
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it has an address, unless its memory was given up, as by ``untyped_storage().resize_(0)``."""
+def _shows_emptying(tensor: torch.Tensor) -> bool:
+    """Whether an address of 0 would mean that its memory was given up, as by
+    ``untyped_storage().resize_(0)``."""
     return is_ordinary(tensor) and tensor.numel() > 0 and tensor.device.type != "meta"

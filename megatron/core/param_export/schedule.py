@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.core.param_export.layout import is_ordinary
-from megatron.core.param_export.plan import Plan
+from megatron.core.param_export.plan import Plan, PlanEntry
 from megatron.weight_sync.boxes import Box
 
 ALIGN = 128  # bytes
@@ -26,15 +26,15 @@ ALIGN = 128  # bytes
 @dataclass(frozen=True)
 class Fill:
     """Local tensors of one type and shape, at equal distances in a run: sizes, strides and offset of where
-    they go, in elements, with a dimension more for several. Those that are not ``ordinary`` go as vectors.
+    they go, in elements, with a dimension more for several. Those that are not ``ordinary`` are copied flat.
     """
 
     tensors: list[torch.Tensor]
-    ordinary: bool
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    ordinary: bool
 
     def places(self, run: torch.Tensor) -> Sequence[torch.Tensor]:
         """Where the tensors go in a run's bytes."""
@@ -62,19 +62,20 @@ class Run:
         self.nbytes += _aligned(nbytes)
         return offset
 
-    def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The tensors are those of the kind's entries on this rank."""
+    def fill_from(self, entries: Sequence[PlanEntry]) -> None:
+        """The entries are those of the kind on this rank. Types and shapes are those that the plan read: a
+        stale plan is refused later, and the model may be as it was by the next export."""
         alike: dict[tuple[bool, torch.dtype, tuple[int, ...]], list[tuple[int, int]]] = {}
         for number, offset in self.places:
-            tensor = tensors[number]
-            ordinary = is_ordinary(tensor)
-            shape = tuple(tensor.shape) if ordinary else (tensor.numel(),)
-            members = alike.setdefault((ordinary, tensor.dtype, shape), [])
-            members.append((offset // tensor.itemsize, number))
+            entry = entries[number]
+            ordinary, dtype = is_ordinary(entry.tensor), entry.record.dtype
+            shape = tuple(entry.shape) if ordinary else (entry.shape.numel(),)
+            alike.setdefault((ordinary, dtype, shape), []).append((offset // dtype.itemsize, number))
         for (ordinary, dtype, shape), members in alike.items():
             for run in equal_distances(sorted(members), 1):
                 place = _spread(shape, _contiguous(shape), run)
-                self.fills.append(Fill([tensors[number] for _, number in run], ordinary, dtype, *place))
+                tensors = [entries[number].tensor for _, number in run]
+                self.fills.append(Fill(tensors, dtype, *place, ordinary))
 
 
 @dataclass
@@ -155,8 +156,8 @@ class _Scheduler:
         self.lists = [
             {kind: member.of_kind(kind) for kind in member.position.gather} for member in plan.members
         ]
-        self.tensors = {
-            kind: [entry.tensor for entry in plan.entries if entry.record.kind == kind]
+        self.entries_of = {
+            kind: [entry for entry in plan.entries if entry.record.kind == kind]
             for kind in plan.position.gather
         }
 
@@ -251,8 +252,8 @@ class _Scheduler:
                     pending += [(key, part, row, offset) for row in range(len(me.gather[key[1]]))]
         for part in parts.values():
             if part.stage == me.stage:
-                part.row.fill_from(self.tensors[part.kind])
-                part.whole.fill_from(self.tensors[part.kind])
+                part.row.fill_from(self.entries_of[part.kind])
+                part.whole.fill_from(self.entries_of[part.kind])
         numbers = {id(part): k for k, part in enumerate(parts.values())}
         for key, part, row, offset in pending:
             entry = self.entry(key, row)

@@ -15,6 +15,7 @@ Probing overwrites the live weights with patterns: run it right before a dense s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 
@@ -32,7 +33,9 @@ _BITS = 14  # of a digit
 _BASE = 1 << _BITS
 _FIRST = 0x0400  # the smallest normal number in fp16; also a normal number in bf16
 _FIRST_SEEN, _THEN_SEEN = 1, _BASE - 2  # the digits of the two passes that show what is reached
-_BYTES_READ = 10  # for each element at most: two masks, the digit of a name and three of an index
+# For each element of a span at most: two masks, the digit of a name and three of an index; where others lie
+# in between, also its position and those digits once more.
+_BYTES_READ = 24
 _MAX_BOXES = 64
 _CHUNK = 1 << 24  # elements that are computed with at a time: 0.3 GB of the engine's device
 
@@ -43,16 +46,17 @@ def discover(
     """Targets for every tensor of ``table``, on this rank.
 
     Time grows with the checkpoint. The engine's device computes, in chunks, and holds one full tensor at a
-    time as in any load. What is read back stays there while half of the free memory holds it, which is far
-    faster than host memory.
+    time as in any load. What is read back stays on the device if it fits into half of the memory that is free
+    there, else it goes to the host, which is far slower.
 
     Args:
         table: checkpoint name → (full shape, dtype).
         live: the engine's parameters and persistent buffers. Tensors that share storage may be listed twice.
         load: the engine's own loader: called with (name, full tensor) pairs, any subset of the names at a
             time.
-        batch_elements: how many checkpoint elements are probed at a time, or one tensor if that has more;
-            up to 10 bytes for each that this rank holds are read back.
+        batch_elements: how many checkpoint elements are probed at a time, or one tensor if that has more. Up
+            to 10 bytes are read back for each live element from the first to the last that they reach in a
+            storage; names are taken in natural order, so that those lie together.
 
     Raises:
         UnsupportedLayout: for a tensor whose live form is not boxes of its own dtype. Tensors that this rank
@@ -63,7 +67,7 @@ def discover(
             raise UnsupportedLayout(f"{name}: {dtype} cannot be found in a live model")
     storages = _storages(live)
     found: dict[str, list[tuple[torch.Tensor, Box]]] = {name: [] for name in table}
-    names = [name for name, (shape, _) in table.items() if math.prod(shape)]
+    names = sorted((name for name, (shape, _) in table.items() if math.prod(shape)), key=_natural)
     # Of names that share storage the last writer wins: look again at those that seem to be nowhere, until
     # that finds nothing more. What is then left is on other ranks, or in no live tensor.
     while names:
@@ -76,6 +80,11 @@ def discover(
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # others on this device may need what was read back here
     return {name: Target(*table[name], tuple(pieces)) for name, pieces in found.items()}
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sorts ``experts.10`` behind ``experts.2``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def _storages(live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
@@ -252,9 +261,10 @@ def _probe(names, table: Table, storages, load: Load) -> dict[str, list[tuple[to
             positions, places = range(part.begin + begin, part.begin + end), [d[begin:end] for d in digits]
             if count < end - begin:
                 mine = (ids[begin:end] == k).nonzero().view(-1)
-                positions, places = mine + positions.start, [place[mine] for place in places]
+                places = [place[mine] for place in places]
+                positions = mine.add_(part.begin + begin)
             pairs = Pairs(positions, places, device)
-            if pairs.outside(math.prod(shape)):
+            if pairs.any_outside(math.prod(shape)):
                 raise UnsupportedLayout(
                     f"{name}: {part.live_name} holds something else than copies of its values"
                 )
@@ -287,7 +297,8 @@ def _reached(names, table: Table, storages, load: Load) -> list[_Reached]:
 
 
 def _extents(ids: torch.Tensor, device) -> list[tuple[int, int, int, int]]:
-    """(id, its first position, one past its last, how often it is there) for every id but -2."""
+    """(id, its first position, one past its last, how often it is there) for every id but -2, which is not
+    reached; -1 is no pattern."""
     first = torch.full((_BASE + 2,), len(ids))
     last, often = torch.zeros(2, _BASE + 2, dtype=torch.int64)
     begin = 0
@@ -306,8 +317,8 @@ def _extents(ids: torch.Tensor, device) -> list[tuple[int, int, int, int]]:
 
 
 class Pairs:
-    """Live positions, rising, and the checkpoint indices that are there: computed on ``device``, at once, or
-    if there are more than ``_CHUNK`` a part at a time when asked for."""
+    """Live positions, rising, and the checkpoint indices that are there. ``device`` computes indices: up to
+    ``_CHUNK`` of them once, of more a part at a time when asked for."""
 
     def __init__(
         self,
@@ -324,6 +335,7 @@ class Pairs:
         return len(self.positions)
 
     def __getitem__(self, i: int) -> tuple[int, int]:
+        """(position, index)."""
         return int(self.positions[i]), int(self.indices(i, i + 1))
 
     def indices(self, a: int, b: int) -> torch.Tensor:
@@ -333,7 +345,7 @@ class Pairs:
         digits = (digit[a:b].to(self.device).long() << _BITS * k for k, digit in enumerate(self.digits))
         return reduce(torch.bitwise_or, digits)
 
-    def outside(self, limit: int) -> bool:
+    def any_outside(self, limit: int) -> bool:
         """Whether an index is none, or not below ``limit``."""
         for a in range(0, len(self), _CHUNK):
             low, high = torch.stack(self.indices(a, min(a + _CHUNK, len(self))).aminmax()).tolist()
@@ -345,9 +357,9 @@ class Pairs:
         """bool: which of the pairs a to b - 1 are not those ``block`` before them, shifted by ``step``."""
         out = self.indices(a, b) - self.indices(a - block, b - block) != step[1]
         if isinstance(self.positions, range):
-            return out | (block != step[0])
-        positions = (self.positions[a - block : b]).to(self.device)
-        return out | (positions[block:] - positions[:-block] != step[0])
+            return out  # step[0] is block, everywhere
+        now, before = self.positions[a:b], self.positions[a - block : b - block]
+        return out | (now.to(self.device) - before.to(self.device) != step[0])
 
 
 def fit(name: str, pairs: Pairs, limit: int = _MAX_BOXES) -> list[Box] | None:
@@ -377,7 +389,7 @@ def _longest_nest(pairs: Pairs, begin: int):
     while len(pairs) - begin >= 2 * block:
         there = pairs[begin + block]
         step = there[0] - position, there[1] - index
-        times = _repeats(pairs, begin, block, step)
+        times = _repeats(pairs, begin, block, step) if step[1] > 0 else 1  # boxes go forward in both
         if times == 1:
             break
         sizes.append(times)

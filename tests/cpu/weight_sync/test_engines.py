@@ -3,6 +3,7 @@ through them equal what it would load."""
 
 import importlib.util
 import json
+import math
 import tempfile
 import threading
 import types
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron import weight_sync as ws
 from megatron.weight_sync.engines import calls, probe
@@ -403,6 +406,75 @@ def test_fit_finds_nests_and_few_boxes(seed):
 def test_fit_gives_up_on_disorder():
     order = torch.randperm(3000, generator=torch.Generator().manual_seed(1))
     assert fit("w", Pairs(range(3000), [order])) is None and fit("w", Pairs(range(0), [order[:0]])) == []
+
+
+def test_fitting_computes_with_a_chunk_at_a_time(monkeypatch):
+    """Also where other elements lie in between, and loops are nested three deep."""
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func not in (torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default):
+                self.numel = max(self.numel, *(t.numel() for t in tree_leaves(out) if torch.is_tensor(t)), 0)
+            return out
+
+    monkeypatch.setattr(probe, "_CHUNK", 64)
+    grid = np.indices((16, 50, 20)).reshape(3, -1)
+    position, index = torch.from_numpy(np.array([1100, 21, 1]) @ grid), torch.arange(16000)
+    with Largest() as largest:
+        made = Pairs(position, [index])
+        assert not made.any_outside(16000) and made.any_outside(15999)
+        (box,) = fit("w", made)
+    assert box.size == (16, 50, 20) and largest.numel <= 64
+
+
+@pytest.mark.parametrize(
+    ("rows", "arrange", "pieces"),
+    [
+        (5, lambda t: t.expand(3, 5, 4), 3),
+        (5, lambda t: t.flip(0), 5),
+        (5, lambda t: t.flip(1), 16),
+        (80, lambda t: t.flip(0), None),
+    ],
+)
+def test_reversed_and_repeated_rows(rows, arrange, pieces):
+    """A box goes forward in both; what does not is several boxes, or refused if it takes too many."""
+    tensors = {"w": torch.randn(rows, 4).bfloat16()}
+    expected = arrange(tensors["w"])
+    live = torch.zeros(expected.shape).bfloat16()
+
+    def find():
+        return discover(table_of(tensors), {"w": live}, lambda ws: [live.copy_(arrange(t)) for _, t in ws])
+
+    if pieces is None:
+        with pytest.raises(ws.UnsupportedLayout, match=r"w: its place in w is not made of boxes"):
+            find()
+        return
+    target = find()["w"]
+    assert len(target.pieces) == pieces
+    live.fill_(math.nan)
+    for flat, box in target.pieces:
+        box.copy_to_local(tensors["w"], flat)
+    assert torch.equal(live, expected)
+
+
+def test_batches_hold_neighbours():
+    """Whatever the order of the names: what a batch reaches in a storage is read back from end to end."""
+    tensors = {f"experts.{e}.w": torch.randn(3, 2).bfloat16() for e in range(40)}
+    live, seen = torch.zeros(40, 3, 2).bfloat16(), []
+
+    def load(pairs):
+        batch = []
+        for name, tensor in pairs:
+            batch.append(int(name.split(".")[1]))
+            live[batch[-1]] = tensor
+        seen.append(batch)
+
+    discover(table_of(dict(sorted(tensors.items()))), {"w": live}, load, 36)
+    assert all(batch == list(range(batch[0], batch[-1] + 1)) for batch in seen)
+    assert {len(batch) for batch in seen} == {40, 6, 4}
 
 
 # ---- payloads into an engine -------------------------------------------------------------------------------
