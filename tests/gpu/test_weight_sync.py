@@ -192,7 +192,7 @@ def test_an_engines_layout_is_found_on_the_device(monkeypatch, free):
     from megatron.weight_sync.engines.probe import discover
 
     if free == "little":
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10 * (1 << 24) + 1000, 1 << 40))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1 << 40))
     rows, cols = 5000, 4003
     shapes = {"gate": (rows, cols), "up": (rows, cols), "down": (cols, rows), "head": (2 * rows, cols)}
     shapes["n"] = (7,)
@@ -216,7 +216,7 @@ def test_an_engines_layout_is_found_on_the_device(monkeypatch, free):
     before = torch.cuda.memory_allocated()
     targets = discover({name: (shape, torch.bfloat16) for name, shape in shapes.items()}, live, load, 1 << 25)
     largest = 2 * 2 * rows * cols
-    read_back = 10 * 2 * rows * cols if free == "much" else 10 * (1 << 24)
+    read_back = 24 * 2 * rows * cols if free == "much" else 0
     assert torch.cuda.max_memory_allocated() - before < largest + read_back + 800 * 2**20
     assert torch.equal(live["table"], torch.arange(9.0, device="cuda"))
     assert {name: len(target.pieces) for name, target in targets.items()} == dict.fromkeys(shapes, 1)
