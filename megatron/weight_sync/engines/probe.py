@@ -55,7 +55,7 @@ def discover(
         load: the engine's own loader: called with (name, full tensor) pairs, any subset of the names at a
             time.
         batch_elements: how many checkpoint elements are probed at a time, or one tensor if that has more. Up
-            to 10 bytes are read back for each live element from the first to the last that they reach in a
+            to 24 bytes are taken for each live element from the first to the last that they reach in a
             storage; names are taken in natural order, so that those lie together.
 
     Raises:
