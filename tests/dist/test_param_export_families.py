@@ -144,6 +144,8 @@ def round_trip(groups, model, fields, path, tokens, te):
             if name not in state:  # the Hugging Face model has no MTP layers
                 assert name.startswith(f"model.layers.{hf.num_hidden_layers}."), name
                 state[name] = torch.randn(shape, generator=torch.Generator().manual_seed(k))
+        plan._snapshot.held.clear()  # as after any change of the modules: then they are walked
+        assert plan.is_current()
         load(plan, state)
         for chunk in chunks:
             for name, tensor in chunk.named_parameters():
