@@ -3,14 +3,14 @@
     python benchmarks/bench_export.py            # Qwen3-8B at TP2, Qwen3-30B-A3B (12 of 48 layers) at EP2
 
 In one run of two ranks: `export` (gather, rearrange, hand out; the caller does nothing) with the plan cached,
-`host` (of that, what the host takes to issue it), `host loop` (a fixed loop in Python: 3.3 ms on the host of
-an H200 that nobody else kept busy, up to twice that where somebody did), `first export` (it also works out
-the steps; memory is not yet reserved), `all_gather` (the same bytes with all_gather_into_tensor, a bucket at
-a time into one buffer, nothing else), `per parameter` (a list all_gather and a concatenation for each
-parameter, which is how trainers do it). Times are of the slower rank, medians; what is compared takes turns.
-The limit of a gather is half of its bytes over 450 GB/s (NVLink of H100 and H200, one direction). `writes`
-counts memory written per exported byte, from the schedule: packed, received and rearranged. On CPU it runs
-small, for a check.
+`host` (of that, what the host takes to issue it), `host loop` (a fixed loop in Python: 3.6 ms in a run in
+which the host of two H200 took 20 ms for the second case, 6.3 ms in one in which it took 31), `first export`
+(it also works out the steps; memory is not yet reserved), `all_gather` (the same bytes with
+all_gather_into_tensor, a bucket at a time into one buffer, nothing else), `per parameter` (a list all_gather
+and a concatenation for each parameter, which is how trainers do it). Times are of the slower rank, medians;
+what is compared takes turns. The limit of a gather is half of its bytes over 450 GB/s (NVLink of H100 and
+H200, one direction). `writes` counts memory written per exported byte, from the schedule: packed, received
+and rearranged. On CPU it runs small, for a check.
 """
 
 import argparse

@@ -272,22 +272,17 @@ def layout(record, table, device):
             (name, torch.ones(shape, dtype=torch.bfloat16, device=device)) for name, shape in table.items()
         )
 
-    def seconds(run):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        out = run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin, out
-
-    loading, _ = seconds(lambda: load(ones()))
+    begin = clock(device)
+    load(ones())
+    loading = clock(device) - begin
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     dtypes = {name: (shape, torch.bfloat16) for name, shape in table.items()}
-    finding, found = seconds(lambda: discover(dtypes, live, load))
+    begin = clock(device)
+    found = discover(dtypes, live, load)
+    finding = clock(device) - begin
     assert all(len(target.pieces) == 1 for target in found.values())
     elements = sum(map(math.prod, table.values()))
     case = f"an engine's layout, {elements / 1e9:.3g}e9 elements in {len(table)} tensors"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.param_export.layout import unwrap
+from megatron.core.param_export.layout import is_one_chunk, unwrap
 
 _PREFIX = "module.module."
 
@@ -126,8 +126,7 @@ def named_params_and_buffers(
     """
     del args
     backup = memory_saver_backups() if translate_gpu_to_cpu else lambda tensor: tensor
-    single = isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList)
-    for stage, chunk in enumerate([model] if single else model):
+    for stage, chunk in enumerate([model] if is_one_chunk(model) else model):
         inner = unwrap(chunk)
         rename = _global_names(inner) if convert_to_global_name else None
         for name, tensor in _live(inner):

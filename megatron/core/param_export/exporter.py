@@ -21,14 +21,14 @@ def receiving_ranks(plan: Plan, receivers: str | int | Sequence[int]) -> list[in
     Raises:
         ValueError: anything else.
     """
-    if isinstance(receivers, str) and receivers == "all":
+    given = receivers.tolist() if hasattr(receivers, "tolist") else receivers  # of a tensor or an array
+    if given == "all":
         return list(range(plan.ranks))
-    if isinstance(receivers, str) and receivers == "nodes":
+    if given == "nodes":
         first: dict[str, int] = {}
         for rank, member in enumerate(plan.members):
             first.setdefault(member.position.host, rank)
         return sorted(first.values())
-    given = receivers.tolist() if hasattr(receivers, "tolist") else receivers  # of a tensor or an array
     ranks = [given] if isinstance(given, Integral) else given
     if not (isinstance(ranks, Collection) and len(ranks) and all(_is_rank(rank, plan) for rank in ranks)):
         raise ValueError(f"receivers: 'all', 'nodes' or ranks of 0..{plan.ranks - 1}, got {receivers!r}")

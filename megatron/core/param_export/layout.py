@@ -78,7 +78,7 @@ def model_chunks(model) -> list[torch.nn.Module]:
     """
     wrappers = ", ".join(_WRAPPERS)
     expected = f"model: expected a GPTModel or its chunks, which may be in {wrappers}"
-    if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList):
+    if is_one_chunk(model):
         chunks = [model]
     elif isinstance(model, Iterable):
         chunks = list(model)
@@ -99,6 +99,11 @@ def model_chunks(model) -> list[torch.nn.Module]:
         if getattr(inner, "pg_collection", None) is None:
             raise ValueError(f"model: {kind} has no pg_collection, the process groups that it was built with")
     return chunks
+
+
+def is_one_chunk(model) -> bool:
+    """Whether it is a model, and not a sequence of chunks."""
+    return isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList)
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -144,7 +149,7 @@ def read_chunk(chunk: torch.nn.Module) -> Chunk:
 def _is_plain(data: torch.Tensor) -> bool:
     """Whether ``view(-1)`` gives the elements. Transformer Engine's grouped parameter does, unquantised."""
     grouped = type(data).__name__ == "GroupedTensor" and data.quantizer is None
-    return grouped or type(data) is torch.Tensor
+    return grouped or is_ordinary(data)
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

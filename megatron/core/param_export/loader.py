@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron.core.param_export.layout import is_ordinary
 from megatron.core.param_export.plan import Plan, PlanEntry, StalePlanError
 from megatron.weight_sync.boxes import Box
 
@@ -58,7 +59,7 @@ def _flat(entry: PlanEntry) -> Iterator[torch.Tensor]:
     """The tensor's elements to be written; those of one in another memory order are copied back."""
     flat = entry.contiguous().view(-1)
     yield flat
-    if type(entry.tensor.data) is torch.Tensor and not entry.tensor.is_contiguous():
+    if is_ordinary(entry.tensor.data) and not entry.tensor.is_contiguous():
         entry.tensor.copy_(flat.view(entry.tensor.shape))
 
 

@@ -97,7 +97,7 @@ class PlanEntry:
     def contiguous(self) -> torch.Tensor:
         """Its elements in the order that boxes count them: the tensor itself, or a copy of one in another."""
         data = self.tensor.detach()
-        return data.contiguous() if type(data) is torch.Tensor else data
+        return data.contiguous() if is_ordinary(data) else data
 
 
 def build_plan(

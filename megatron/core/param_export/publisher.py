@@ -173,7 +173,7 @@ class Publisher:
         share = self._share()
         if plan.ranks == 1:
             return {name: share[name] for name in plan.expected}
-        return all_reduce(share, plan.expected, plan.group, self.plan.device)
+        return all_reduce(share, plan.expected, plan.group, plan.device)
 
     # ---- one collective call -------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Publisher:
             failed[plan.rank], error = 1, caught
         row = [*stale, *failed, *(counts.get(n, 0) for n in names), *(signed(sums.get(n, 0)) for n in names)]
         if plan.ranks > 1:
-            reduced = torch.tensor(row, device=self.plan.device)
+            reduced = torch.tensor(row, device=plan.device)
             dist.all_reduce(reduced, group=plan.group)
             row = reduced.tolist()
         stale, failed, row = row[: plan.ranks], row[plan.ranks : 2 * plan.ranks], row[2 * plan.ranks :]

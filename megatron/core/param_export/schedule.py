@@ -72,7 +72,7 @@ class Run:
             shape = tuple(entry.shape) if ordinary else (entry.shape.numel(),)
             alike.setdefault((ordinary, dtype, shape), []).append((offset // dtype.itemsize, number))
         for (ordinary, dtype, shape), members in alike.items():
-            for run in equal_distances(sorted(members), 1):
+            for run in _equal_distances(sorted(members), 1):
                 place = _spread(shape, _contiguous(shape), run)
                 tensors = [entries[number].tensor for _, number in run]
                 self.fills.append(Fill(tensors, dtype, *place, ordinary))
@@ -314,7 +314,7 @@ class _StepBuilder:
         step = self.step
         step.nbytes, step.views = self.nbytes, list(self.views)
         for (here, there, size, local, full), offsets in self.boxes.items():
-            for run in equal_distances(sorted(offsets)):
+            for run in _equal_distances(sorted(offsets)):
                 back = [(to, from_) for from_, to in run]
                 step.copies.append(
                     (Place(here, *_spread(size, local, run)), Place(there, *_spread(size, full, back)))
@@ -323,7 +323,7 @@ class _StepBuilder:
         for member, place in enumerate(self.places):
             alike.setdefault((place.view, place.size, place.stride), []).append((place.offset, member))
         for (view, size, stride), members in alike.items():
-            for run in equal_distances(sorted(members), 1):
+            for run in _equal_distances(sorted(members), 1):
                 place = Place(view, *_spread(size, stride, run))
                 step.groups.append(Group(place, tuple(member for _, member in run)))
         return step
@@ -342,7 +342,7 @@ def _spread(size: tuple[int, ...], stride: tuple[int, ...], run: list[tuple[int,
     return (len(run), *size), (others[0][0] - begin, *stride), begin
 
 
-def equal_distances(rows: list[tuple[int, ...]], columns: int | None = None) -> list[list[tuple[int, ...]]]:
+def _equal_distances(rows: list[tuple[int, ...]], columns: int | None = None) -> list[list[tuple[int, ...]]]:
     """Cut where the differences between neighbours, in the first ``columns``, change or are negative."""
     out: list[list[tuple[int, ...]]] = []
     distance: list[int] = []
