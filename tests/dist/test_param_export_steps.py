@@ -202,9 +202,12 @@ def changed_after_planning(how, fields, path):
             assert not plan.is_current()
         with pytest.raises(StalePlanError) as error:
             next(export(plan))
+        with pytest.raises(StalePlanError, match=re.escape(str(error.value))):
+            next(export(plan, bucket_bytes=30_000))  # in several steps
         old.untyped_storage().resize_(values.nbytes)
         tensor.data = old.copy_(values)
-        assert all(torch.equal(tensor, state[name]) for name, tensor in export(plan))
+        for bucket in ({}, dict(bucket_bytes=30_000)):
+            assert all(torch.equal(tensor, state[name]) for name, tensor in export(plan, **bucket))
         return str(error.value)
 
 
